@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # keeps the functions of torch.cuda that it finds: not ours
@@ -20,6 +20,7 @@ from tilefit.emulation.device import Device
 from tilefit.emulation.mail import Mail
 from tilefit.emulation.rules import register_shapes
 from tilefit.emulation.tensor import CUDA, CudaTensor
+from tilefit.errors import CaptureError
 from tilefit.gpus import Gpu
 from tilefit.ops.program import TO_HOST
 
@@ -277,6 +278,8 @@ def _modules_move_in_place() -> None:
             torch.__future__.set_swap_module_params_on_conversion(True)
 
     def moved(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, torch.jit.ScriptModule) and function(torch.empty(0)).is_cuda:
+            refuse_script()
         held = {name: p for name, p in self._parameters.items() if isinstance(p, lazy)}
         held_buffers = {name: b for name, b in self._buffers.items() if isinstance(b, lazy)}
         for store, names in ((self._parameters, held), (self._buffers, held_buffers)):
@@ -312,6 +315,15 @@ def _modules_move_in_place() -> None:
         _torch.utils.swap_tensors(tensor, there)
 
     _torch.Tensor.data = property(data.__get__, take)
+
+
+def refuse_script() -> NoReturn:
+    """Refuse a model whose Python is not known."""
+    raise CaptureError(
+        "the model that runs on the GPU is TorchScript, of which the operations are not known",
+        hint="Run the Python model that it was made of, and move that to the GPU before torch.jit makes "
+        "TorchScript of it.",
+    )
 
 
 def _has_history(value: Any) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.words import described
+from tilefit.emulation.torch_cuda import refuse_script
 from tilefit.ops import Settings, Step
 from tilefit.ops.program import Program
 
@@ -30,6 +33,7 @@ class _Call:
 
     Attributes:
         module: Of which model.
+        trains: Whether it builds a graph, in training mode.
         place: Backward passes before it, and the micro-batch of a pipeline's stage.
         version: Of the model's parameters.
         line: Of the program's, that called it.
@@ -37,6 +41,7 @@ class _Call:
     """
 
     module: int
+    trains: bool
     place: tuple[int, int | None]
     version: int
     line: str
@@ -61,30 +66,54 @@ class Window:
         #: parameters as they were at the first: passes on weights that have changed are over the same samples
         #: again, as of SAM or of a line search.
         self._passes: dict[int, dict[Any, int]] = {}
+        #: What was called in the step, by class.
+        self._called: Counter[str] = Counter()
         self._habits = Habits(modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events))
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Within the block, which is to be around the whole run, habits of the program are noticed."""
-        return self._habits.watching()
-
-    def begin(self) -> None:
-        """The step begins here."""
-        self._modes.start()
+    @contextmanager
+    def watching(self, told: Callable[[object], None] = lambda model: None) -> Iterator[None]:
+        """Within the block, which is to be around the whole run, habits of the program and its calls of models
+        are noticed; ``told`` gets each model, or CUDA graph, that is about to run."""
         call = nn.Module.__call__
         sites = self._modes.sites
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not (module.training and sites.is_outermost(module) and torch.is_grad_enabled()):
+            if not sites.is_outermost(module):
                 return call(module, *args, **kwargs)
+            if isinstance(module, torch.jit.ScriptModule):
+                refuse_script()
+            told(module)
+            if self._modes.recorder.muted:
+                return call(module, *args, **kwargs)
+            self._called[type(module).__name__] += 1
+            trains = module.training and torch.is_grad_enabled()
             inputs = None if self._is_trained else _named(module, args, kwargs)
             place = self._habits.backwards, self._chunk
-            made = _Call(id(module), place, version(module), sites.source_line(), inputs)
+            made = _Call(id(module), trains, place, version(module), sites.source_line(), inputs)
             out = call(module, *args, **kwargs)
-            _when_trained(out, partial(self._trained, made))
-            self._call = self._call or made
+            if trains:
+                _when_trained(out, partial(self._trained, made))
+            if self._call is None or trains > self._call.trains:
+                self._call = made
             return out
 
-        nn.Module.__call__ = called  # type: ignore[method-assign]
+        def replaying(graph: object) -> None:
+            told(graph)
+            self._called["a CUDA graph"] += 1
+
+        with (
+            self._habits.watching(),
+            patch.object(nn.Module, "__call__", called),
+            patch.object(self._modes.meetings, "replaying", replaying),
+        ):
+            yield
+
+    def begin(self) -> None:
+        """The step begins here."""
+        self._modes.start()
+        self._call, self._is_trained = None, False
+        self._passes.clear()
+        self._called.clear()
         stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if stages is not None:
             self._follow(stages._PipelineStageBase)
@@ -143,7 +172,7 @@ class Window:
         habits = self._habits.found()  # names events, too
         program = Program(
             command=command,
-            step=described(step, stepped, passes, batch),
+            step=described(step, stepped, passes, batch, self._called),
             steps=steps,
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
