@@ -147,7 +147,7 @@ def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("import torch\nprint('nothing to do')", "without a training step"),
+        ("import torch\nprint('nothing to do')", "without a step"),
         (
             _NET + "net = Net()\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
             "for _ in range(9):\n    net(torch.randn(2, 3, 9, 9)).sum().backward()\n    optimizer.step()\n",

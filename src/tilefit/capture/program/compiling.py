@@ -50,7 +50,7 @@ class Compiling:
 
     @contextmanager
     def _unscripted(self) -> Iterator[None]:
-        """Within the block TorchScript of a module that is on the GPU is the module: its Python says what runs."""
+        """Within the block TorchScript of a module on the GPU is the module: its Python says what runs."""
 
         def kept(function: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(function)

@@ -22,14 +22,15 @@ class StepFinder:
 
     It is between two steps of the optimizer that was the last to make its first one, so that of several
     optimizers each steps in it, and the state that first steps make is there. A program without an optimizer
-    steps where a backward pass ends, and one that has trained nothing so far where it calls a model again from
-    the same line: of several models that of which this is seen first, so that each runs in the step.
+    steps where a backward pass ends, and one that has trained nothing so far where it calls a model again
+    from the same line: of several models that of which this is seen first, so that each runs in the step.
 
     Args:
         skip: Steps before it begins.
         steps: Steps until it ends.
         on_begin: Told when it begins.
         on_end: Told when it ends.
+        on_first: Told where the first of all calls ends: at the next of the same model.
         on_call: Told whenever a model was called again since a step of calls had ended.
         line: The line of the program that is running.
     """
@@ -40,11 +41,13 @@ class StepFinder:
         steps: int,
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
+        on_first: Callable[[], None],
         on_call: Callable[[], None],
         line: Callable[[], str],
     ) -> None:
         self._skip, self._steps = skip, steps
         self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
+        self._on_first: Callable[[], None] | None = on_first
         #: How often which model was called from which line, and what was called when the step began last.
         self._calls: Counter[tuple[int, str]] = Counter()
         self._called = 0, ""
@@ -119,6 +122,10 @@ class StepFinder:
             return
         most = max(self._calls.values(), default=0)
         key = id(model), self._line()
+        if self._on_first and most:
+            if [each for each, _ in self._calls] == [id(model)]:
+                self._on_first()
+            self._on_first = None
         self._calls[key] += 1
         count = self._calls[key]
         if key == self._called and self._called_at > self._skip:

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.amp import autocast_mode
 
 from tilefit.capture.autocast import AutocastState
@@ -180,8 +179,8 @@ def _followed(state: AutocastState) -> Iterator[None]:
 
 @contextmanager
 def _without_inference_mode() -> Iterator[None]:
-    """Within the block ``torch.inference_mode`` is ``torch.no_grad``: it forbids what the emulated GPU's tensors
-    are made of, and a dispatch mode sees calls in it before they are taken apart."""
+    """Within the block ``torch.inference_mode`` is ``torch.no_grad``: it forbids what the emulated GPU's
+    tensors are made of, and a dispatch mode sees calls in it before they are taken apart."""
 
     def entered(self: Any) -> None:
         self._kept = torch.is_grad_enabled()

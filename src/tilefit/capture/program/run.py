@@ -172,8 +172,16 @@ class _Capture:
         self.window, self.options, self.around = Window(modes), options, around
         self.done, self.told = done, told
         self.finder = StepFinder(
-            options.skip, options.steps, self._begin, self._end, self._still_called, modes.sites.source_line
+            options.skip,
+            options.steps,
+            self._begin,
+            self._end,
+            self._first_ended,
+            self._still_called,
+            modes.sites.source_line,
         )
+        #: Of what trains nothing, the first call of its model.
+        self._first: Step | TilefitError | None = None
         #: The step of a program that has trained nothing yet, and when to stop waiting for it to.
         self._of_calls: Step | TilefitError | None = None
         self._until_s = 0.0
@@ -189,6 +197,10 @@ class _Capture:
         if not self.finder.infers:
             self.done(result)
         self._of_calls, self._until_s = result, time.monotonic() + _PATIENCE_S
+
+    def _first_ended(self) -> None:
+        self._first = self._result()
+        self.window.begin()
 
     def _still_called(self) -> None:
         if time.monotonic() > self._until_s:
@@ -230,4 +242,7 @@ class _Capture:
             optimizers=self.finder.lines,
             network=self.options.network,
         )
+        first = self._first if self.finder.infers and isinstance(self._first, Step) else None
+        if first is not None and first.inputs != step.inputs:
+            step = replace(step, prompt=first)
         return replace(step, program=program)

@@ -72,8 +72,8 @@ class Window:
 
     @contextmanager
     def watching(self, told: Callable[[object], None] = lambda model: None) -> Iterator[None]:
-        """Within the block, which is to be around the whole run, habits of the program and its calls of models
-        are noticed; ``told`` gets each model, or CUDA graph, that is about to run."""
+        """Within the block, which is to be around the whole run, habits of the program and its calls of
+        models are noticed; ``told`` gets each model, or CUDA graph, that is about to run."""
         call = nn.Module.__call__
         sites = self._modes.sites
 
@@ -168,6 +168,8 @@ class Window:
             cudnn_benchmark=torch.backends.cudnn.benchmark,
             cuda_graph=modes.meetings.graphs,
         )
+        if not settings.training:
+            modes.recorder.let_grow(batch)
         step = modes.step(settings, name, inputs, modes.unseen_notes)
         habits = self._habits.found()  # names events, too
         program = Program(
