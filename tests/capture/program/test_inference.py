@@ -103,7 +103,7 @@ def test_tokens_are_told_from_the_prompt_before_them(tmp_path: Path) -> None:
     # What it has cached grows with the batch: 2 tensors of 64 numbers for 514 tokens, and a token's own.
     (stays, grows) = max(step.memory.moments, key=sum)
     assert grows > 8 * 514 * 2 * 64 * 2
-    assert stays == pytest.approx(2 * step.parameter_count, rel=0.05)
+    assert stays == pytest.approx(2 * step.parameter_count, rel=0.1)
 
 
 def test_all_that_runs_from_one_call_of_a_model_to_its_next_is_the_step(tmp_path: Path) -> None:
