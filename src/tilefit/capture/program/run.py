@@ -21,6 +21,7 @@ from tilefit.capture.overlay import overlaid
 from tilefit.capture.program.contained import Surroundings, contained
 from tilefit.capture.program.distributed import one_rank
 from tilefit.capture.program.finding import StepFinder
+from tilefit.capture.program.invariants import ON_CPU
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.window import Window
 from tilefit.capture.script import failure, run_as_main
@@ -152,8 +153,8 @@ def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
         "the program ended without a step: no optimizer stepped, no backward pass ran"
         + (", though an optimizer was made" if finder.made else ", and no model was called on the GPU"),
         where=options.program,
-        hint="Give the arguments with which it trains or infers, after --; with --ranks N it finds N GPUs. "
-        "What calls no nn.Module can be checked as a function that returns a step: tilefit check "
+        hint=f"{ON_CPU} Give the arguments with which it trains or infers, after --; with --ranks N it finds "
+        "N GPUs. What calls no nn.Module can be checked as a function that returns a step: tilefit check "
         "file.py:function.",
     )
 
