@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import context, popen_fork
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -67,6 +68,7 @@ def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
     _torch.Generator = _Generator
     _modules_move_in_place()
     _threads_see(device)
+    _processes_see()
     _files()
     _loaders()
     _optimizers()
@@ -328,6 +330,12 @@ def refuse_script() -> NoReturn:
 
 def _has_history(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _processes_see() -> None:
+    """Processes that a program spawns have the GPU, too, and what the program gives them: they are forked."""
+    for kind in (context.SpawnProcess, context.ForkServerProcess):
+        kind._Popen = staticmethod(popen_fork.Popen)  # type: ignore[method-assign, assignment]
 
 
 def _threads_see(device: Device) -> None:

@@ -438,3 +438,36 @@ for _ in range(5):
     assert step.program is not None
     assert step.program.model.endswith(":9")
     assert step.program.step == "a batch of 96, Adam"
+
+
+def test_a_model_that_spawned_processes_share_is_trained_by_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(
+        """
+import torch
+
+def work(net):
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(9):
+        net(torch.zeros(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+"""
+    )
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import multiprocessing
+from work import work
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    net = torch.nn.Linear(64, 64).cuda().share_memory()
+    processes = [multiprocessing.Process(target=work, args=(net,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+""",
+    )
+
+    assert (step.settings.optimizer, step.batch) == ("sgd", 8)
