@@ -161,6 +161,9 @@ with torch.no_grad():
     for _ in range(20):
         net(torch.zeros(16, 64, device="cuda"))
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
+with torch.no_grad():
+    for _ in range(20):
+        net(torch.zeros(16, 64, device="cuda"))
 for _ in range(9):
     net(torch.zeros(8, 64, device="cuda")).sum().backward()
     optimizer.step()
@@ -168,6 +171,23 @@ for _ in range(9):
     )
 
     assert (step.settings.training, step.batch) == (True, 8)
+
+
+def test_a_training_script_that_only_evaluates_infers(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+net.eval()
+with torch.no_grad():
+    for _ in range(20):
+        net(torch.zeros(16, 64, device="cuda"))
+""",
+    )
+
+    assert (step.settings.training, step.batch) == (False, 16)
 
 
 def test_torchscript_runs_as_the_python_that_it_was_made_of(tmp_path: Path) -> None:

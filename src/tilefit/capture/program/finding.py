@@ -70,13 +70,13 @@ class StepFinder:
 
     @property
     def infers(self) -> bool:
-        """Whether nothing was trained so far, nor is about to be: the step is of calls."""
-        return not (self._counts or self._backwards or any(map(_trained, self._made)))
+        """Whether nothing was trained so far: the step is of calls."""
+        return not (self._counts or self._backwards)
 
     @property
-    def made(self) -> bool:
-        """Whether there is an optimizer."""
-        return bool(self._made)
+    def is_to_train(self) -> bool:
+        """Whether an optimizer was made that has something to train."""
+        return any(map(_trained, self._made))
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -115,7 +115,8 @@ class StepFinder:
         The step begins wherever one was called more often than any so far: where the program ends early, the
         last of its calls is the step.
         """
-        if not self.infers:
+        trains = getattr(model, "training", False) and torch.is_grad_enabled()
+        if not self.infers or (trains and self.is_to_train):
             return
         if self._has_ended:
             self._on_call()
@@ -155,7 +156,7 @@ class StepFinder:
     def _passed_backward(self) -> None:
         self.backwards += 1
         self._backwards += 1
-        if not self._counts and not any(map(_trained, self._made)):
+        if not self._counts and not self.is_to_train:
             self._begun_at = self._skip
             self._reached(self._backwards)
 

@@ -150,8 +150,8 @@ def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
             + (f", or look at an earlier step: --skip {finder.taken - options.steps}." if earlier else "."),
         )
     return CaptureError(
-        "the program ended without a step: no optimizer stepped, no backward pass ran"
-        + (", though an optimizer was made" if finder.made else ", and no model was called on the GPU"),
+        "the program ended without a step: no optimizer stepped, no backward pass ran, no model was called "
+        "on the GPU",
         where=options.program,
         hint=f"{ON_CPU} Give the arguments with which it trains or infers, after --; with --ranks N it finds "
         "N GPUs. What calls no nn.Module can be checked as a function that returns a step: tilefit check "
@@ -204,7 +204,7 @@ class _Capture:
         self.window.begin()
 
     def _still_called(self) -> None:
-        if time.monotonic() > self._until_s:
+        if time.monotonic() > self._until_s and not self.finder.is_to_train:
             assert self._of_calls is not None
             self.done(self._of_calls)
 
