@@ -9,6 +9,7 @@ from dataclasses import asdict, fields, replace
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.cost.footprint import footprint
+from tilefit.cost.waits import own_work_s
 from tilefit.gpus import Gpu
 from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp
 from tilefit.ops.scaling import scale_batch
@@ -91,6 +92,7 @@ def build(
 def _around(step: Step, gpu: Gpu, estimate: StepEstimate) -> Around:
     assert step.program is not None
     around = Around.of(step.program, estimate.streams, step.ranks)
+    around = replace(around, own_s=own_work_s(step.program))
     if step.settings.training or not step.batch:
         return around
     serving = Serving(estimate.time_s, step.batch, tokens_of(step))

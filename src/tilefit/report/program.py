@@ -69,6 +69,7 @@ class Around:
         fake: Data that were made up.
         ranks: What several processes exchange; None of one.
         serving: What a step that trains nothing gets done; None of one that does.
+        own_s: Of the host's time, seconds of work on tensors of the CPU's, beside loaders.
     """
 
     command: str
@@ -80,6 +81,7 @@ class Around:
     fake: tuple[str, ...] = ()
     ranks: Ranks | None = None
     serving: Serving | None = None
+    own_s: float = 0.0
 
     @classmethod
     def of(cls, program: Program, streams: Streams | None = None, run: Sequence[Step] = ()) -> Around:

@@ -375,6 +375,7 @@ def test_a_step_is_compiled_where_most_of_its_forward_pass_is(
     program = _TWO.format(made=_NET.format(decorated=decorated), compiled=compiled)
     step = _run(tmp_path, program)
     assert step.settings.compiled == is_compiled
+    assert step.settings.cuda_graph == ("max-autotune" in compiled)
     assert any("torch.compile covers" in note for note in step.notes) == is_told
 
 

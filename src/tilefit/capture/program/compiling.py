@@ -19,6 +19,8 @@ from tilefit.ops import FORWARD, StepOp
 
 #: What makes TorchScript of a module, of TorchScript other TorchScript, and a file of it.
 _SCRIPTING = ("script", "trace", "trace_module", "freeze", "optimize_for_inference", "save")
+#: Modes of ``torch.compile`` that replay CUDA graphs.
+_GRAPHED = ("reduce-overhead", "max-autotune")
 #: Shares of the forward pass below and above which a few operations are beside the point: losses, metrics.
 _LITTLE, _MOST = 0.1, 0.8
 
@@ -32,11 +34,12 @@ class Compiling:
     Attributes:
         whole: The whole step is to be taken for compiled.
         flex: ``flex_attention`` is compiled by itself.
+        graphed: Something is compiled to be replayed from CUDA graphs.
     """
 
     def __init__(self, ops: Sequence[StepOp]) -> None:
         self._ops = ops
-        self.whole = self.flex = self._scripted = False
+        self.whole = self.flex = self.graphed = self._scripted = False
         self._depth = self._since = self._counted = 0
 
     @contextmanager
@@ -75,6 +78,8 @@ class Compiling:
             return lambda function: self._compiled(function, **options)
         if options.get("disable") or options.get("backend", "inductor") != "inductor":
             return model  # other backends fuse nothing
+        asked = (options.get("options") or {}).get("triton.cudagraphs", False)
+        self.graphed |= options.get("mode") in _GRAPHED or bool(asked)
         if getattr(model, "__name__", "") == "flex_attention":
             self.flex = True
             return model

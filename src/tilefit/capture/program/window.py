@@ -157,6 +157,7 @@ class Window:
         batch = batch_of(inputs, modes.recorder.ops)
         passes = max(map(_on_first_weights, self._passes.values()), default=1) if len(stepped) <= 1 else 1
         modes.count_optimizer_state()
+        compiled = modes.compiling.share >= 0.5
         settings = Settings(
             training=any(entry.phase != "forward" for entry in modes.recorder.ops),
             amp=modes.amp_seen,
@@ -164,9 +165,9 @@ class Window:
             optimizer=modes.steps.name,
             fused_optimizer=modes.steps.fused,
             channels_last=modes.channels_last_seen,
-            compiled=modes.compiling.share >= 0.5,
+            compiled=compiled,
             cudnn_benchmark=torch.backends.cudnn.benchmark,
-            cuda_graph=modes.meetings.graphs,
+            cuda_graph=modes.meetings.graphs or (compiled and modes.compiling.graphed),
         )
         if not settings.training:
             modes.recorder.let_grow(batch)

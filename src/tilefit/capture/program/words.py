@@ -30,5 +30,5 @@ def described(step: Step, optimizers: list[Any], passes: int, batch: int, called
     if any(entry.recomputed for entry in step.ops):
         parts.append("activation checkpointing")
     if settings.compiled:
-        parts.append("compiled")
+        parts.append("compiled, CUDA graphs" if settings.cuda_graph else "compiled")
     return ", ".join(parts)
