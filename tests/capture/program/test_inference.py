@@ -190,6 +190,24 @@ with torch.no_grad():
     assert (step.settings.training, step.batch) == (False, 16)
 
 
+def test_a_loss_with_weights_is_no_model(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(64, 3).cuda().eval()
+loss = torch.nn.CrossEntropyLoss(weight=torch.ones(3).cuda())
+for _ in range(9):
+    loss(net(torch.zeros(16, 64, device="cuda")), torch.zeros(16, dtype=torch.long, device="cuda"))
+""",
+    )
+
+    assert step.program is not None
+    assert step.program.step == "a call of Linear, a batch of 16"
+    assert step.inputs == ("input: float32[16,64]",)
+    assert [habit.name for habit in step.program.habits] == ["evaluates_with_gradients"]
+
+
 def test_torchscript_runs_as_the_python_that_it_was_made_of(tmp_path: Path) -> None:
     model = "torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).eval()"
     x = "torch.zeros(4, 8, device='cuda')"

@@ -135,5 +135,7 @@ class Compiling:
 
 def is_on_gpu(module: nn.Module) -> bool:
     """Whether a module has something on the GPU: others are the host's work, such as transforms of data."""
-    held = chain(module.parameters(), module.buffers())  # quantized weights are buffers
+    # Quantized weights are buffers, and so are a loss's weights of classes.
+    buffers = () if isinstance(module, nn.modules.loss._Loss) else module.buffers()
+    held = chain(module.parameters(), buffers)
     return any(isinstance(own_part(each), CudaTensor) for each in held)

@@ -33,7 +33,6 @@ class _Call:
 
     Attributes:
         module: Of which model.
-        trains: Whether it builds a graph, in training mode.
         place: Backward passes before it, and the micro-batch of a pipeline's stage.
         version: Of the model's parameters.
         line: Of the program's, that called it.
@@ -41,7 +40,6 @@ class _Call:
     """
 
     module: int
-    trains: bool
     place: tuple[int, int | None]
     version: int
     line: str
@@ -57,6 +55,8 @@ class Window:
 
     def __init__(self, modes: ProgramModes) -> None:
         self._modes = modes
+        #: The first call of all, and the one that is trained on.
+        self._first: _Call | None = None
         self._call: _Call | None = None
         #: The micro-batch that a stage of a pipeline goes forward with.
         self._chunk: int | None = None
@@ -89,12 +89,13 @@ class Window:
             trains = module.training and torch.is_grad_enabled()
             inputs = None if self._is_trained else _named(module, args, kwargs)
             place = self._habits.backwards, self._chunk
-            made = _Call(id(module), trains, place, version(module), sites.source_line(), inputs)
+            made = _Call(id(module), place, version(module), sites.source_line(), inputs)
             out = call(module, *args, **kwargs)
             if trains:
                 _when_trained(out, partial(self._trained, made))
-            if self._call is None or trains > self._call.trains:
-                self._call = made
+            self._first = self._first or made
+            if trains:
+                self._call = self._call or made
             return out
 
         def replaying(graph: object) -> None:
@@ -111,7 +112,8 @@ class Window:
     def begin(self) -> None:
         """The step begins here."""
         self._modes.start()
-        self._call, self._is_trained = None, False
+        self._first = self._call = None
+        self._is_trained = False
         self._passes.clear()
         self._called.clear()
         stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
@@ -153,13 +155,15 @@ class Window:
         modes = self._modes
         modes.recorder.muted = True
         check_step(modes, stepped)
-        inputs = self._call.inputs if self._call else None
+        training = any(entry.phase != "forward" for entry in modes.recorder.ops)
+        call = (self._call if training else None) or self._first
+        inputs = call.inputs if call else None
         batch = batch_of(inputs, modes.recorder.ops)
         passes = max(map(_on_first_weights, self._passes.values()), default=1) if len(stepped) <= 1 else 1
         modes.count_optimizer_state()
         compiled = modes.compiling.share >= 0.5
         settings = Settings(
-            training=any(entry.phase != "forward" for entry in modes.recorder.ops),
+            training=training,
             amp=modes.amp_seen,
             tf32=modes.recorder.tf32_matmul,
             optimizer=modes.steps.name,
@@ -180,7 +184,7 @@ class Window:
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
-            model=self._call.line if self._call else "",
+            model=call.line if call else "",
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
             host_work=tuple((+modes.meetings.host_work).items()),
