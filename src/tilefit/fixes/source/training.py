@@ -140,10 +140,8 @@ def _where_made(context: Context, files: Files) -> Iterator[_Place]:
     for call in calls:
         assert isinstance(call.func, cst.Name)
         name = call.func.value
-        made = [
-            syntax.around(assigned.node, cst.SimpleStatementLine)
-            for assigned in syntax.assignments(name, syntax.scope(call))
-        ]
+        assigned = [each.node for each in syntax.assignments(name, syntax.scope(call))]
+        made = [syntax.around(node, cst.SimpleStatementLine) for node in sorted(assigned, key=syntax.start)]
         if made and made[-1] is not None and _comes_by(syntax, made[-1], call):
             yield syntax, made[-1], [name]
             return

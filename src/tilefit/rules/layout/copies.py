@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+from math import prod
 
-from tilefit.ops import Conv, Streaming
+from tilefit.ops import Conv, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.units import seconds, size
+
+
+def _lays_out(entry: StepOp) -> bool:
+    """Whether a copy holds what its source does, in another order: one that joins tensors holds more."""
+    sizes = {prod(refs[0].shape) for refs in (entry.inputs, entry.outputs) if refs}
+    return getattr(entry.op, "strided", False) and len(sizes) < 2
 
 
 class LayoutCopies(Rule):
@@ -52,7 +59,7 @@ class LayoutCopies(Rule):
         ops = context.step.ops
         groups: dict[tuple[str, str], list[int]] = {}
         for index, entry in enumerate(ops):
-            if isinstance(entry.op, Streaming) and entry.op.role == "copy" and entry.op.strided:
+            if isinstance(entry.op, Streaming) and entry.op.role == "copy" and _lays_out(entry):
                 place = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.site.module)
                 groups.setdefault((place, entry.site.source), []).append(index)
         # Copies around NCHW convolutions go away with LAY001's change.
