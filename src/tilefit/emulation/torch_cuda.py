@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import context, popen_fork
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -67,7 +67,7 @@ def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
     at_work = streams.install(device.watch)
     _torch.Generator = _Generator
     _modules_move_in_place()
-    _threads_see(device)
+    threads_see(device)
     _processes_see()
     _files()
     _loaders()
@@ -338,16 +338,17 @@ def _processes_see() -> None:
         kind._Popen = staticmethod(popen_fork.Popen)  # type: ignore[method-assign, assignment]
 
 
-def _threads_see(device: Device) -> None:
-    """Modes belong to one thread; the threads of a program's have the GPU, too."""
-    run = threading.Thread.run
-
-    def under_device(self: threading.Thread) -> None:
-        with device:
-            run(self)
-
+def threads_see(mode: AbstractContextManager[object]) -> None:
+    """Modes belong to one thread; the threads of a program's have this one, too."""
     thread: Any = threading.Thread
-    thread.run = under_device
+    begin = thread._bootstrap_inner  # classes of the program's have a ``run`` of their own
+
+    def under_mode(self: threading.Thread) -> None:
+        _torch._C._set_only_lift_cpu_tensors(True)  # of this thread alone, as well
+        with mode:
+            begin(self)
+
+    thread._bootstrap_inner = under_mode
 
 
 def _files() -> None:

@@ -190,6 +190,30 @@ with torch.no_grad():
     assert (step.settings.training, step.batch) == (False, 16)
 
 
+def test_threads_of_the_program_have_the_gpu(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import threading
+import torch
+net = torch.nn.Linear(64, 64).cuda().half().eval()
+
+class Worker(threading.Thread):
+    def run(self):
+        with torch.no_grad():
+            for _ in range(9):
+                x = net(torch.tensor([[1.0] * 64] * 16, device="cuda").half()).view(1, 4, 4, 64)
+                torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+worker = Worker()
+worker.start()
+worker.join()
+""",
+    )
+
+    assert [entry.op.kind for entry in step.ops if entry.op.multiplies] == ["gemm", "attention"]
+
+
 def test_a_loss_with_weights_is_no_model(tmp_path: Path) -> None:
     step = _run(
         tmp_path,

@@ -23,7 +23,7 @@ from tilefit.capture.trees import own_part
 from tilefit.emulation.device import Device
 from tilefit.emulation.mail import Mail
 from tilefit.emulation.rules import RULES
-from tilefit.emulation.torch_cuda import install
+from tilefit.emulation.torch_cuda import install, threads_see
 from tilefit.gpus import Gpu
 from tilefit.ops.timeline import OPTIMIZER_STATE
 
@@ -101,6 +101,7 @@ class ProgramModes(Modes):
     def running(self) -> Iterator[None]:
         """Within the block a program runs on the GPU."""
         install(self.device_mode, self.gpu, self._mail)
+        threads_see(self.semantic)
         with ExitStack() as stack:
             stack.enter_context(self.compiling.following())
             stack.enter_context(flex.emulated(self.semantic.fused, lambda: self.compiling.fuses_flex))

@@ -85,7 +85,7 @@ class Window:
             told(module)
             if self._modes.recorder.muted:
                 return call(module, *args, **kwargs)
-            self._called[type(module).__name__] += 1
+            self._called[type(_unwrapped(module)).__name__] += 1
             trains = module.training and torch.is_grad_enabled()
             inputs = None if self._is_trained else _named(module, args, kwargs)
             place = self._habits.backwards, self._chunk
@@ -211,12 +211,16 @@ def _on_first_weights(versions: dict[int, int]) -> int:
     return sum(version == first for version in versions.values())
 
 
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """What a replica wraps; any other as it is."""
+    inner = module.__dict__.get("_modules", {}).get("module")
+    return inner if isinstance(inner, nn.Module) else module
+
+
 def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A model's inputs by the names of its arguments."""
-    if isinstance(module.__dict__.get("_modules", {}).get("module"), nn.Module):
-        module = module.module  # type: ignore[assignment]  # what a replica wraps
     try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        bound = inspect.signature(_unwrapped(module).forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return kwargs or args
     flat: dict[str, Any] = {}
