@@ -246,6 +246,20 @@ def test_torchscript_runs_as_the_python_that_it_was_made_of(tmp_path: Path) -> N
         _run(tmp_path, f"import torch\nnet = torch.jit.script({model}).cuda()\n{calls}")
 
 
+def test_an_operator_without_shapes_is_named(tmp_path: Path) -> None:
+    text = """
+import torch
+library = torch.library.Library("mine", "DEF")
+library.define("twice(Tensor x) -> Tensor")
+library.impl("twice", lambda x: 2 * x, "CUDA")
+net = torch.nn.Linear(8, 8).cuda()
+net(torch.ops.mine.twice(torch.ones(4, 8, device="cuda")))
+"""
+    with pytest.raises(TilefitError, match=r"the results of mine::twice have\n  .*register_fake") as caught:
+        _run(tmp_path, text)
+    assert caught.value.where.endswith("serve.py:7")
+
+
 def test_what_fails_behind_the_step_is_told(tmp_path: Path) -> None:
     text = "import torch\nnet = torch.nn.Linear(8, 8).cuda()\nfor _ in '123456': net(torch.ones(4, 8).cuda())"
     step = _run(tmp_path, f"{text}\nraise ValueError('no such picture')")

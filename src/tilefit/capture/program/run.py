@@ -107,7 +107,7 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
         error.where = error.where or user_line(error)
         return error
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's program may raise
-        if explained := around.explained(error):
+        if explained := around.explained(error) or _unknown_operator(error):
             return explained
         if not isinstance(error, SystemExit):
             _print_from_its_first_line(error)
@@ -116,6 +116,19 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
             hint += f" It may expect other data than were made up: {'; '.join(around.found)}."
         return failure(error, options.program, hint)
     return None
+
+
+def _unknown_operator(error: BaseException) -> TilefitError | None:
+    """What to tell of an operator that PyTorch does not know the results' shapes of."""
+    name, _, said = str(error).partition(": ")
+    if not (isinstance(error, NotImplementedError) and "fake impl" in said):
+        return None
+    return CaptureError(
+        f"nothing says what shape the results of {name} have",
+        where=user_line(error),
+        hint="An operator of your own says so by torch.library.register_fake; those of "
+        "torch.ao.quantization do not run on CUDA.",
+    )
 
 
 def _require_module(name: str) -> None:
