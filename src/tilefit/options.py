@@ -205,7 +205,7 @@ class ProgramOptions:
         program: Path of the script, or name of the module.
         arguments: The program's own.
         is_module: It is started as ``python -m`` starts it.
-        steps: Steps of its optimizer that the captured step is made of.
+        steps: Steps of its optimizer, or calls of its model, that the captured step is made of.
         skip: Steps before them.
         fake_data: Data that it lacks are made up.
         ranks: Processes, of which one is captured; 0 for as many as the environment says.
@@ -218,8 +218,8 @@ class ProgramOptions:
     program: str = ""
     arguments: tuple[str, ...] = ()
     is_module: bool = option(False, "Run a module of this name, as python -m does.", "-m")
-    steps: int = option(1, "Optimizer steps that are looked at, as one.", min=1, metavar="N")
-    skip: int = option(2, "Optimizer steps before them: the first does more.", min=1, metavar="N")
+    steps: int = option(1, "Steps that are looked at, as one.", min=1, metavar="N")
+    skip: int = option(2, "Steps before them: the first does more.", min=1, metavar="N")
     fake_data: bool = option(False, "Make up data and weights that are not there, at random.")
     ranks: int = option(
         0,

@@ -90,6 +90,10 @@ def test_text_goes_to_a_file_without_colour(tilefit, reports: None, tmp_path: Pa
         (["folder", "a.json"], "folder: a folder, not a file"),
         (["a.json", "page.html"], "page.html: neither a report nor measurements"),
         (["x.db", "y.db", "--output-format", "json"], "measurements are compared as text"),
+        (
+            ["a.json", "b.json", "--output-file", "page.html"],
+            "page.html: no format has files that end in .html",
+        ),
         (["page.html", "page.html"], "page.html: neither a report nor measurements"),
     ],
 )

@@ -399,6 +399,14 @@ def _():
     return [held() is model.weight, os.path.exists("model.pt")]
 
 
+@case("a parameter by the class of another")
+def _():
+    net = nn.Linear(2, 2).to("cuda")
+    kind = type(net.weight)
+    made = [kind(value, requires_grad=False) for value in (torch.ones(2), net.bias.detach())]
+    return [[isinstance(each, nn.Parameter), each.requires_grad, each.device.type] for each in made]
+
+
 @case("moved though held weakly")
 def _():
     model = nn.Linear(3, 4)

@@ -31,6 +31,7 @@ def _answers() -> dict[str, Any]:
         "addresses": [True, 16, True],
         "writes are numbered": [True, 4, 0, 0, True],
         "saved and loaded": [True, False],
+        "a parameter by the class of another": [[True, False, "cpu"], [True, False, "cuda"]],
         "moved though held weakly": ["cuda:0", True],
         "name": "NVIDIA H100 SXM 80GB",
         "capability": [9, 0],

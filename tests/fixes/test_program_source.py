@@ -54,6 +54,7 @@ def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple
     path.write_text(text)
     source = f"{path}:{line_of(text, at)}"
     copies = f"{path}:{line_of(text, 'x.to(device)')}" if "x.to(device)" in text else source
+    trains = "torch.optim" in text
     program = Program(
         "train.py",
         "a batch",
@@ -63,8 +64,8 @@ def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple
             *events.get("more", ()),
         ),
         loaders=(Loader(f"{path}:{line_of(text, 'DataLoader(data')}", 64, 0, False),),
-        optimizers=(f"{path}:{line_of(text, 'torch.optim')}",),
-        model=f"{path}:{line_of(text, 'loss = model(')}",
+        optimizers=(f"{path}:{line_of(text, 'torch.optim')}",) if trains else (),
+        model=f"{path}:{line_of(text, '= model(')}",
     )
     context: Any = SimpleNamespace(
         step=SimpleNamespace(program=program, parameters={}, ops=()), gpu=gpus.get("h200")
@@ -111,6 +112,44 @@ def test_a_model_is_compiled_before_its_optimizer_is_returned(tmp_path: Path) ->
     text = f"import torch\n\n\n{function}loader = DataLoader(data)\ntotal += 1\n"
     _, changed = written(tmp_path, "NTC001", text, "torch.optim")
     assert changed == text.replace("    return", "    model.compile()\n    return")
+
+
+_EVALUATE = """\
+import torch
+from torch.utils.data import DataLoader
+
+def main(arguments):
+    model = build()
+    model = model.to(device)
+    loader = DataLoader(data, batch_size=64)
+    total = 0
+    with torch.no_grad():
+        for x, y in loader:
+            x, y = x.to(device), y.to(device)
+            guess = model(x)
+            total += (guess == y).sum().item()
+    return total
+"""
+
+
+def test_where_nothing_is_trained_the_model_is_compiled_where_it_is_made(tmp_path: Path) -> None:
+    made = "    model = model.to(device)\n"
+    level, text = written(tmp_path, "NTC001", _EVALUATE, "guess =")
+    assert (level, text) == ("safe", _EVALUATE.replace(made, f"{made}    model.compile()\n"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    model = build()\n    model = model.to(device)\n", ""),
+        ("main(arguments):\n    model = build()\n    model = model.to(device)\n", "main(model):\n"),
+        ("    model = model.to(device)\n", "    if arguments:\n        model = model.to(device)\n"),
+        ("            guess", "            model = model.to(device)\n            guess"),
+    ],
+)
+def test_a_model_of_unknown_origin_is_not_compiled(tmp_path: Path, old: str, new: str) -> None:
+    with pytest.raises(RefusedError, match="not made there"):
+        written(tmp_path, "NTC001", _EVALUATE.replace(old, new), "= model(")
 
 
 def test_copies_of_batches_are_not_waited_for(tmp_path: Path) -> None:

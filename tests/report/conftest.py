@@ -30,6 +30,7 @@ from tilefit.ops import (
 )
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT
 from tilefit.report import Comparison, Report, Table, Watched, build
+from tilefit.report.program import Serving
 from tilefit.report.ranks import Ranks, Stage
 from tilefit.rules import Finding
 from tilefit.rules.finding import Alarm
@@ -266,12 +267,13 @@ def of_ranks(of_program: Report) -> Report:
 
 @pytest.fixture
 def of_stages(of_ranks: Report) -> Report:
-    """The same of a pipeline's first stage, of two."""
+    """The same of a pipeline's first stage, of two, where a language model serves."""
     assert of_ranks.program is not None
     assert of_ranks.program.ranks is not None
     stages = (Stage(0, 35e-3, 4 << 30), Stage(1, 39e-3, 6 << 30))
     ranks = replace(of_ranks.program.ranks, late_s=4e-3, stages=stages, unmet=1)
-    return replace(of_ranks, program=replace(of_ranks.program, ranks=ranks))
+    serving = Serving(50e-3, 4, 1, 512, 20e-3)
+    return replace(of_ranks, program=replace(of_ranks.program, ranks=ranks, serving=serving))
 
 
 @pytest.fixture

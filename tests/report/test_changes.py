@@ -121,6 +121,15 @@ def test_the_same_shape_is_matched_before_the_order_of_the_step(report: Report) 
     assert (change.second, change.reasons) == ("gemm 9x9x9 TN bf16", ("only in B",))
 
 
+def test_as_many_operations_of_a_place_are_matched_in_their_order(report: Report) -> None:
+    # On twice the batch the second one has the first one's old shape.
+    large, small = (replace(report.ops[13], shape=f"{n}x8x8", product=(n, 8, 8, 1)) for n in (64, 32))
+    doubled = replace(large, shape="128x8x8", product=(128, 8, 8, 1), time_s=2 * large.time_s)
+    before, after = (replace(report, ops=ops) for ops in ((large, small), (doubled, large)))
+    (change,) = _between(before, after).ops
+    assert (change.first, change.second) == ("gemm 64x8x8 TN bf16", "gemm 128x8x8 TN bf16")
+
+
 def test_an_operation_that_is_the_same_has_its_reason_elsewhere(
     report: Report, comparison: Comparison
 ) -> None:

@@ -64,6 +64,10 @@ class AutocastState:
         """Whether the innermost region keeps what it cast."""
         return self._regions[-1][2] if self._regions else True
 
+    def restart(self) -> None:
+        """Forget what was seen; a region that is open is seen."""
+        self.seen = next((dtype for enabled, dtype, _ in self._regions[::-1] if enabled), None)
+
     def enter(self, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
         """A region begins."""
         self._regions.append((enabled, dtype, cache))

@@ -32,6 +32,14 @@ def require_readable(target: str) -> None:
                 hint="Check what it has made in the notebook itself, by %load_ext tilefit and %tilefit model "
                 "inputs; or make a program of it: jupyter nbconvert --to script.",
             )
+        if target.endswith(".py"):
+            _require_file(Path(target))
+            raise UsageError(
+                f"{target} is a program, and this command takes a model",
+                hint=f"Name the function in it that makes the model: {target}:build_model. Programs are for "
+                "check, fix, profile and precision, and explain takes a report of one: tilefit check "
+                f"{target} --output-file run.json.",
+            )
         raise UsageError(
             f"cannot read the target {target!r}",
             hint=f"Write file.py:factory, package.module:factory, {', '.join(usages)} or {last}.",

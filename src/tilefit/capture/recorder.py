@@ -185,6 +185,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._saved.clear()
         self.peak_bytes = self.live_bytes
 
+    def let_grow(self, batch: int) -> None:
+        """Of what was there when the step began, and is no model's, what has so many samples grows with them:
+        the inputs of a call, a KV cache."""
+        seen = (ref for entry in self.ops for ref in entry.inputs)
+        of_samples = {ref.id for ref in seen if ref.shape[:1] == (batch,)}
+        self._kept -= {number for number in of_samples if self._owners.get(number) == INPUTS}
+
     def timeline(self, stay: Collection[int]) -> Timeline:
         """What was alive when, and whose it was; ``stay`` as of :meth:`moments`."""
         sizes = {number: size for number, size, _ in self._allocations if size > 0}

@@ -121,8 +121,12 @@ class SiteTracker:
         return bool(self._stack) and issubclass(self._types.get(self._stack[-1], object), kind)
 
     def is_outermost(self, module: nn.Module) -> bool:
-        """Whether a module is a known model, about to run within none."""
-        return not self._stack and any(module is root for _, root in self.roots)
+        """Whether a module is a model, about to run within none."""
+        return not self._stack and (any(module is root for _, root in self.roots) or self._is_new(module))
+
+    def _is_new(self, module: nn.Module) -> bool:
+        """Whether a module that runs is to be named."""
+        return id(module) not in self._names and self._is_model(module)
 
     def is_repeated_forward(self) -> bool:
         """Whether what runs within a backward pass is a forward pass again (activation checkpointing).
@@ -152,7 +156,7 @@ class SiteTracker:
         """Within the block, modules that run are noticed."""
 
         def entered(module: nn.Module, args: Any) -> None:
-            if id(module) not in self._names and self._is_model(module):
+            if self._is_new(module):
                 self.name_modules(module)
             self._stack.append(self._names.get(id(module), ""))
 

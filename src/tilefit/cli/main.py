@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import sys
@@ -19,6 +20,8 @@ from tilefit.version import __version__
 #: Exit codes beside the 0 and 1 of a check that found nothing or something.
 COULD_NOT_RUN = 2
 INTERRUPTED = 130
+#: Characters of ASCII for those of reports.
+_LIKE = dict(zip("µ·→…±×≈█▒░╌─│", "u->.~x~#+.~-|", strict=True))
 
 #: In the order of the help. Each is the function of its name in the module of its name, or a group there.
 VERBS = tuple(
@@ -67,10 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Exit codes: 0 nothing found, 1 findings, 2 could not run, 130 interrupted. ``TILEFIT_DEBUG=1`` lets an
     unexpected exception through, for the traceback.
     """
+    codecs.register_error("likened", _likened)
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character gets a question mark, not a crash.
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        # A terminal that cannot show a character gets one that is like it, not a crash.
+        stream.reconfigure(errors="likened")  # type: ignore[union-attr]
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _likened(error: UnicodeError) -> tuple[str, int]:
+    """What stands for characters that cannot be shown: microseconds are not to read as any seconds."""
+    assert isinstance(error, UnicodeEncodeError)
+    shown = error.object[error.start : error.end]
+    return "".join(_LIKE.get(character, "?") for character in shown), error.end
 
 
 def _run(arguments: list[str]) -> int:

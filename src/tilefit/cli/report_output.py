@@ -97,8 +97,9 @@ def show(
         options: As of :func:`tilefit.formats.render`.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file's ending asks for a format that there is none of, or it cannot be written.
     """
+    formats.require_ending(file, format, formats.formats_of(document))
     format = format or formats.by_ending(document, file.suffix if file else "")
     console = output.stdout()
     if format == "text" and file is None and (console.is_terminal or not trimmed):

@@ -53,8 +53,13 @@ class CudaTensor(torch.Tensor):
     read: ClassVar[Callable[[CudaTensor, str], torch.Tensor]]
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, value: Value | None = None) -> CudaTensor:
-        """A tensor around one on ``meta``."""
+    def __new__(
+        cls, inner: torch.Tensor, value: Value | None = None, *, requires_grad: bool | None = None
+    ) -> CudaTensor:
+        """A tensor around one on ``meta``; with ``requires_grad`` a parameter of any, as who asks a parameter
+        for its class makes another."""
+        if requires_grad is not None:
+            return torch.nn.Parameter(inner, requires_grad)  # type: ignore[return-value]
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -64,8 +69,11 @@ class CudaTensor(torch.Tensor):
             device=CUDA,
         )
 
-    def __init__(self, inner: torch.Tensor, value: Value | None = None) -> None:
-        self.on_meta, self.value = inner, value
+    def __init__(
+        self, inner: torch.Tensor, value: Value | None = None, *, requires_grad: bool | None = None
+    ) -> None:
+        if requires_grad is None:
+            self.on_meta, self.value = inner, value
 
     @classmethod
     def of_rows(cls, shape: torch.Size, numbers: torch.Tensor, values: torch.Tensor) -> CudaTensor:

@@ -6,9 +6,10 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing import context, popen_fork
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # keeps the functions of torch.cuda that it finds: not ours
@@ -20,6 +21,7 @@ from tilefit.emulation.device import Device
 from tilefit.emulation.mail import Mail
 from tilefit.emulation.rules import register_shapes
 from tilefit.emulation.tensor import CUDA, CudaTensor
+from tilefit.errors import CaptureError
 from tilefit.gpus import Gpu
 from tilefit.ops.program import TO_HOST
 
@@ -54,7 +56,8 @@ def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
     _torch.Generator = _Generator
     _torch.cuda.default_generators = (_Generator(),)
     _modules_move_in_place()
-    _threads_see(device)
+    threads_see(device)
+    _processes_see()
     _files()
     _loaders()
     _optimizers()
@@ -197,6 +200,8 @@ def _modules_move_in_place() -> None:
             torch.__future__.set_swap_module_params_on_conversion(True)
 
     def moved(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, torch.jit.ScriptModule) and function(torch.empty(0)).is_cuda:
+            refuse_script()
         held = {name: p for name, p in self._parameters.items() if isinstance(p, lazy)}
         held_buffers = {name: b for name, b in self._buffers.items() if isinstance(b, lazy)}
         for store, names in ((self._parameters, held), (self._buffers, held_buffers)):
@@ -234,20 +239,36 @@ def _modules_move_in_place() -> None:
     _torch.Tensor.data = property(data.__get__, take)
 
 
+def refuse_script() -> NoReturn:
+    """Refuse a model whose Python is not known."""
+    raise CaptureError(
+        "the model that runs on the GPU is TorchScript, of which the operations are not known",
+        hint="Run the Python model that it was made of, and move that to the GPU before torch.jit makes "
+        "TorchScript of it.",
+    )
+
+
 def _has_history(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
-def _threads_see(device: Device) -> None:
-    """Modes belong to one thread; the threads of a program's have the GPU, too."""
-    run = threading.Thread.run
+def _processes_see() -> None:
+    """Processes that a program spawns have the GPU, too, and what the program gives them: they are forked."""
+    for kind in (context.SpawnProcess, context.ForkServerProcess):
+        kind._Popen = staticmethod(popen_fork.Popen)  # type: ignore[method-assign, assignment]
 
-    def under_device(self: threading.Thread) -> None:
-        with device:
-            run(self)
 
+def threads_see(mode: AbstractContextManager[object]) -> None:
+    """Modes belong to one thread; the threads of a program's have this one, too."""
     thread: Any = threading.Thread
-    thread.run = under_device
+    begin = thread._bootstrap_inner  # classes of the program's have a ``run`` of their own
+
+    def under_mode(self: threading.Thread) -> None:
+        _torch._C._set_only_lift_cpu_tensors(True)  # of this thread alone, as well
+        with mode:
+            begin(self)
+
+    thread._bootstrap_inner = under_mode
 
 
 def _files() -> None:

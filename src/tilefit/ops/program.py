@@ -173,7 +173,7 @@ class Program:
     Attributes:
         command: As it was started, such as ``train.py --batch-size 64``.
         step: What the step is, such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``.
-        steps: Optimizer steps that were run, the captured one included.
+        steps: Steps that were run, the captured one included.
         events: Where host and GPU meet within the step, in order.
         assumptions: What was answered without being known, in the order of first use.
         loaders: The data loaders that fed the step.

@@ -34,6 +34,8 @@ class Step:
         libraries: Folders of installed packages that operations' lines are in.
         ranks: Of a program whose ranks send each other messages, as the stages of a pipeline do: the steps of
             those that were run, this one's as it was captured among them.
+        prompt: Of a program that calls its model again and again on other inputs than at first, as a language
+            model reads a prompt and then one token at a time: that first call. None of others.
     """
 
     ops: tuple[StepOp, ...]
@@ -51,6 +53,7 @@ class Step:
     made: Mapping[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
     ranks: tuple[Step, ...] = ()
+    prompt: Step | None = None
 
     @property
     def flop(self) -> int:

@@ -52,6 +52,7 @@ def dump(step: Mapping[str, Any]) -> str:
         "memory": _memory_data(step["memory"]),
         "parameters": {name: astuple(parameter) for name, parameter in step["parameters"].items()},
         "ranks": [each.to_json() for each in step["ranks"]],
+        "prompt": step["prompt"] and step["prompt"].to_json(),
     }
     return json.dumps(
         {

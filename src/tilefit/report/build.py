@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
 from tilefit.cost.footprint import footprint
+from tilefit.cost.waits import own_work_s
 from tilefit.gpus import Gpu
 from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp
 from tilefit.ops.scaling import scale_batch
 from tilefit.parallel.planning import tokens_of
-from tilefit.report.program import Around
+from tilefit.report.program import Around, Serving
 from tilefit.report.report import (
     BatchPoint,
     Device,
@@ -84,8 +85,21 @@ def build(
         safe_gain_s=safe_gain_s,
         tokens=tokens_of(step),
         rules=pages((finding.code for finding in findings), all_rules()),
-        program=Around.of(step.program, estimate.streams, step.ranks) if step.program else None,
+        program=_around(step, gpu, estimate) if step.program else None,
     )
+
+
+def _around(step: Step, gpu: Gpu, estimate: StepEstimate) -> Around:
+    assert step.program is not None
+    around = Around.of(step.program, estimate.streams, step.ranks)
+    around = replace(around, own_s=own_work_s(step.program))
+    if step.settings.training or not step.batch:
+        return around
+    serving = Serving(estimate.time_s, step.batch, tokens_of(step))
+    if step.prompt is not None and serving.tokens == 1 < tokens_of(step.prompt):
+        prompt_s = estimate_step(step.prompt, gpu).time_s
+        serving = replace(serving, prompt_tokens=tokens_of(step.prompt), prompt_s=prompt_s)
+    return replace(around, serving=serving)
 
 
 def _summary(step: Step, gpu: Gpu, estimate: StepEstimate, priced: _Priced) -> StepSummary:

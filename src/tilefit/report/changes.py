@@ -222,7 +222,10 @@ def _matched(first: Iterable[OpRow], second: Iterable[OpRow]) -> Iterator[_Pair]
 
 
 def _paired(first: list[OpRow], second: list[OpRow]) -> Iterator[_Pair]:
-    """Operations of one place: those of the same shape first, then what is left in its order."""
+    """Operations of one place: as many in their order, else those of the same shape first."""
+    if len(first) == len(second):
+        yield from zip(first, second, strict=True)
+        return
     same, rest = _by(_form, second), []
     taken: set[int] = set()
     for op in first:

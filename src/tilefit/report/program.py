@@ -36,18 +36,40 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
+class Serving:
+    """What a step that trains nothing gets done.
+
+    Attributes:
+        step_s: Seconds of the step.
+        batch: Samples in it.
+        tokens: Of each of them; 0 where its inputs are none.
+        prompt_tokens: Of each of them, in the first call of a model that makes one token after the other;
+            0 of others.
+        prompt_s: Seconds of that call.
+    """
+
+    step_s: float
+    batch: int
+    tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Around:
     """The program around a step.
 
     Attributes:
         command: As it was started.
         step: What the step is, such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``.
-        steps: Optimizer steps that were run, the captured one included.
+        steps: Steps that were run, the captured one included.
         meetings: Where host and GPU meet, by line.
         assumptions: Values that were asked of the GPU, which nobody has computed, and the answers.
         loaders: The data loaders, as timed on the machine that ran it.
         fake: Data that were made up.
         ranks: What several processes exchange; None of one.
+        serving: What a step that trains nothing gets done; None of one that does.
+        own_s: Of the host's time, seconds of work on tensors of the CPU's, beside loaders.
     """
 
     command: str
@@ -58,6 +80,8 @@ class Around:
     loaders: tuple[Loader, ...] = ()
     fake: tuple[str, ...] = ()
     ranks: Ranks | None = None
+    serving: Serving | None = None
+    own_s: float = 0.0
 
     @classmethod
     def of(cls, program: Program, streams: Streams | None = None, run: Sequence[Step] = ()) -> Around:
@@ -104,7 +128,25 @@ def headline(around: Around) -> list[tuple[str, str]]:
     if copies:
         count, moved = (sum(getattr(each, name) for each in copies) for name in ("count", "bytes"))
         met += f"; {count:,} {'copy' if count == 1 else 'copies'} of {units.size(moved)}"
+    if around.serving:
+        lines.append(("Serves", serving(around.serving)))
     return [*lines, *said, ("Waits", met)]
+
+
+def serving(each: Serving) -> str:
+    """``1,300 tokens/s, 8 at once; their prompts, 512 tokens each, take 31.2 ms``."""
+    rate = units.number(each.batch / each.step_s)
+    if each.tokens != 1:
+        steps = units.number(1 / each.step_s)
+        return f"{steps} steps/s with {counted(each.batch, 'sample')} each, {rate} samples/s"
+    said = f"{rate} tokens/s, {each.batch:,} at once"
+    if not each.prompt_tokens:
+        return said
+    prompts = f"the prompt, {each.prompt_tokens:,} tokens, takes"
+    if each.batch > 1:
+        prompts = f"the prompts, {each.prompt_tokens:,} tokens each, take"
+    total = units.number(each.batch * each.prompt_tokens / each.prompt_s)
+    return f"{said}; {prompts} {units.seconds(each.prompt_s)} ({total} tokens/s)"
 
 
 def footer(around: Around) -> Iterator[tuple[str, str]]:

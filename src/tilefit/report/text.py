@@ -78,6 +78,8 @@ def setup(report: Report) -> list[str]:
 _WAITS = 3
 #: Share of a step that the GPU waits for the host from which on that is said first. A choice.
 _HOST_LIMITS = 0.05
+#: Share of the host's time that its work on tensors of the CPU's is told from on. A choice.
+_OWN = 0.1
 
 
 def steps(run: MeasuredStep) -> str:
@@ -218,8 +220,10 @@ def host_limit(report: Report) -> str:
     step = report.step
     if step.bounds_s.get("launch", 0.0) < _HOST_LIMITS * step.time_s or not step.time_s:
         return ""
-    times = units.seconds(step.host_time_s), units.seconds(step.gpu_time_s)
-    return "limits this step: {} to launch it, the GPU works for {}".format(*times)
+    own_s = report.program.own_s if report.program else 0.0
+    own = f" and work on tensors of its own ({units.seconds(own_s)})" * (own_s > _OWN * step.host_time_s)
+    launch = f"{units.seconds(step.host_time_s)} to launch it{own}"
+    return f"limits this step: {launch}, the GPU works for {units.seconds(step.gpu_time_s)}"
 
 
 def next_commands(document: Document) -> list[str]:

@@ -538,7 +538,7 @@ else:
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ("pass", "rank 1: the program ended without a training step"),
+        ("pass", "rank 1: the program ended without a step"),
         ("os._exit(5)", "ran rank 1 exited with status 5"),
         ("os.abort()", "ran rank 1 was ended by SIGABRT"),
         ("distributed.recv_object_list([None], src=0)", r"did not finish within 15 s; rank 1 is at .*py:7$"),

@@ -172,7 +172,7 @@ for _ in range(4):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("import torch\nprint('nothing to do')", "without a training step"),
+        ("import torch\nprint('nothing to do')", "without a step"),
         (
             _NET + "net = Net()\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
             "for _ in range(9):\n    net(torch.randn(2, 3, 9, 9)).sum().backward()\n    optimizer.step()\n",
@@ -400,6 +400,7 @@ def test_a_step_is_compiled_where_most_of_its_forward_pass_is(
     program = _TWO.format(made=_NET.format(decorated=decorated), compiled=compiled)
     step = _run(tmp_path, program)
     assert step.settings.compiled == is_compiled
+    assert step.settings.cuda_graph == ("max-autotune" in compiled)
     assert any("torch.compile covers" in note for note in step.notes) == is_told
 
 
@@ -463,3 +464,36 @@ for _ in range(5):
     assert step.program is not None
     assert step.program.model.endswith(":9")
     assert step.program.step == "a batch of 96, Adam"
+
+
+def test_a_model_that_spawned_processes_share_is_trained_by_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(
+        """
+import torch
+
+def work(net):
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(9):
+        net(torch.zeros(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+"""
+    )
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import multiprocessing
+from work import work
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    net = torch.nn.Linear(64, 64).cuda().share_memory()
+    processes = [multiprocessing.Process(target=work, args=(net,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+""",
+    )
+
+    assert (step.settings.optimizer, step.batch) == ("sgd", 8)

@@ -43,6 +43,15 @@ def test_mixed_precision_of_a_convolutional_model() -> None:
     assert finding.gain_s == pytest.approx(saved_s(fp32, mixed), rel=0.05)
 
 
+def test_the_type_that_most_is_multiplied_in_is_named() -> None:
+    """Convolutions run in TF32 by default, which the first of a vision transformer is alone to do."""
+    model = nn.Sequential(nn.Conv2d(3, 768, 32, stride=32), nn.Flatten(2), nn.Linear(49, 4096))
+    images = torch.empty(256, 3, 224, 224, device="meta")
+    (finding,) = findings(capture(model, images, train=False), "PRC002")
+    assert finding.message.startswith("products run in fp32")
+    assert finding.fix.startswith("Convert model and inputs once")
+
+
 def test_a_mixed_or_half_step_is_healthy() -> None:
     assert not findings(capture(LanguageModel(), tokens(), amp="bf16"), "PRC002", min_gain=0)
     assert not findings(capture(LanguageModel().bfloat16(), tokens()), "PRC002", min_gain=0)

@@ -77,6 +77,13 @@ def test_layout_copies_of_all_blocks_are_one_finding(h200: Gpu) -> None:
     assert run(copies(strided=False).step(), h200, select=["LAY002"]) == []
 
 
+def test_joining_tensors_is_no_matter_of_layout(h200: Gpu) -> None:
+    b = StepBuilder(training=False)
+    cache, token, both = (b.tensor(64, 32, tokens, 128) for tokens in (2047, 1, 2048))
+    b.stream("attn", "copy", (cache, token), (both,), name="aten.cat", strided=True)
+    assert run(b.step(), h200, select=["LAY002"]) == []
+
+
 def test_large_aligned_products_do_not_care(h200: Gpu, a100: Gpu) -> None:
     for gpu in (h200, a100):
         assert run(gpt2(), gpu, select=["LAY003"]) == []

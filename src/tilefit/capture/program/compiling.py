@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +13,14 @@ import torch
 from torch import nn
 
 from tilefit import units
+from tilefit.capture.trees import own_part
+from tilefit.emulation.tensor import CudaTensor
 from tilefit.ops import FORWARD, StepOp
 
+#: What makes TorchScript of a module, of TorchScript other TorchScript, and a file of it.
+_SCRIPTING = ("script", "trace", "trace_module", "freeze", "optimize_for_inference", "save")
+#: Modes of ``torch.compile`` that replay CUDA graphs.
+_GRAPHED = ("reduce-overhead", "max-autotune")
 #: Shares of the forward pass below and above which a few operations are beside the point: losses, metrics.
 _LITTLE, _MOST = 0.1, 0.8
 
@@ -27,11 +34,12 @@ class Compiling:
     Attributes:
         whole: The whole step is to be taken for compiled.
         flex: ``flex_attention`` is compiled by itself.
+        graphed: Something is compiled to be replayed from CUDA graphs.
     """
 
     def __init__(self, ops: Sequence[StepOp]) -> None:
         self._ops = ops
-        self.whole = self.flex = False
+        self.whole = self.flex = self.graphed = self._scripted = False
         self._depth = self._since = self._counted = 0
 
     @contextmanager
@@ -40,6 +48,29 @@ class Compiling:
         # nn.Module.compile asks it as well.
         with patch.object(torch, "compile", self._compiled):
             torch.compiler.set_stance("force_eager")
+            with self._unscripted():
+                yield
+
+    @contextmanager
+    def _unscripted(self) -> Iterator[None]:
+        """Within the block TorchScript of a module on the GPU is the module: its Python says what runs."""
+
+        def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(function)
+            def run(made: Any, *args: Any, **kwargs: Any) -> Any:
+                is_python = isinstance(made, nn.Module) and not isinstance(made, torch.jit.ScriptModule)
+                if not (is_python and is_on_gpu(made)):
+                    return function(made, *args, **kwargs)
+                self._scripted = True
+                if not hasattr(made, "save"):
+                    made.__dict__["save"] = lambda *args, **kwargs: None
+                return made
+
+            return run
+
+        with ExitStack() as stack:
+            for name in _SCRIPTING:
+                stack.enter_context(patch.object(torch.jit, name, kept(getattr(torch.jit, name))))
             yield
 
     def _compiled(self, model: Any = None, **options: Any) -> Any:
@@ -47,6 +78,8 @@ class Compiling:
             return lambda function: self._compiled(function, **options)
         if options.get("disable") or options.get("backend", "inductor") != "inductor":
             return model  # other backends fuse nothing
+        asked = (options.get("options") or {}).get("triton.cudagraphs", False)
+        self.graphed |= options.get("mode") in _GRAPHED or bool(asked)
         if getattr(model, "__name__", "") == "flex_attention":
             self.flex = True
             return model
@@ -92,9 +125,17 @@ class Compiling:
     @property
     def notes(self) -> list[str]:
         """What is to be said where a part of the step is compiled."""
-        if not _LITTLE < self.share < _MOST:
-            return []
-        taken = "compiled" if self.share >= 0.5 else "not compiled"
-        return [
-            f"torch.compile covers {units.share(self.share)} of the forward operations: all count as {taken}."
-        ]
+        notes = ["What is TorchScript runs as Python: what it fuses is not."] if self._scripted else []
+        if _LITTLE < self.share < _MOST:
+            taken = "compiled" if self.share >= 0.5 else "not compiled"
+            covered = units.share(self.share)
+            notes.append(f"torch.compile covers {covered} of the forward operations: all count as {taken}.")
+        return notes
+
+
+def is_on_gpu(module: nn.Module) -> bool:
+    """Whether a module has something on the GPU: others are the host's work, such as transforms of data."""
+    # Quantized weights are buffers, and so are a loss's weights of classes.
+    buffers = () if isinstance(module, nn.modules.loss._Loss) else module.buffers()
+    held = chain(module.parameters(), buffers)
+    return any(isinstance(own_part(each), CudaTensor) for each in held)

@@ -52,6 +52,8 @@ class Meetings:
         self.is_loading: Callable[[], bool] = lambda: False
         #: A CUDA graph was replayed.
         self.graphs = False
+        #: Told of a CUDA graph that is about to run.
+        self.replaying: Callable[[object], None] = lambda graph: None
         self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
 
     @property
@@ -137,6 +139,7 @@ class Meetings:
 
     def replayed(self, captured: Captured) -> None:
         """A CUDA graph runs."""
+        self.replaying(captured)
         if not self.recorder.muted:
             self.graphs = True
             self.recorder.ops += captured.ops

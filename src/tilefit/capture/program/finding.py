@@ -1,4 +1,5 @@
-"""Finding the step in a program: from one ``optimizer.step()`` to the next."""
+"""Finding the step in a program, which is what repeats: from one ``optimizer.step()``, or call of the model,
+to the next."""
 
 from __future__ import annotations
 
@@ -21,13 +22,16 @@ class StepFinder:
 
     It is between two steps of the optimizer that was the last to make its first one, so that of several
     optimizers each steps in it, and the state that first steps make is there. A program without an optimizer
-    steps where a backward pass ends.
+    steps where a backward pass ends, and one that has trained nothing so far where it calls a model again
+    from the same line: of several models that of which this is seen first, so that each runs in the step.
 
     Args:
         skip: Steps before it begins.
         steps: Steps until it ends.
         on_begin: Told when it begins.
         on_end: Told when it ends.
+        on_first: Told where the first of all calls ends: at the next of the same model.
+        on_call: Told whenever a model was called again since a step of calls had ended.
         line: The line of the program that is running.
     """
 
@@ -37,10 +41,18 @@ class StepFinder:
         steps: int,
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
+        on_first: Callable[[], None],
+        on_call: Callable[[], None],
         line: Callable[[], str],
     ) -> None:
         self._skip, self._steps = skip, steps
-        self._on_begin, self._on_end, self._line = on_begin, on_end, line
+        self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
+        self._on_first: Callable[[], None] | None = on_first
+        #: How often which model was called from which line, and what was called when the step began last.
+        self._calls: Counter[tuple[int, str]] = Counter()
+        self._called = 0, ""
+        self._called_at = 0
+        self._has_ended = False
         self._lines: dict[int, str] = {}
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._counts: Counter[int] = Counter()
@@ -53,8 +65,18 @@ class StepFinder:
 
     @property
     def taken(self) -> int:
-        """Optimizer steps so far: of the one that made most."""
-        return max(self._counts.values(), default=self._backwards)
+        """Steps so far: of the optimizer that made most."""
+        return max(self._counts.values(), default=self._backwards or self._calls[self._called])
+
+    @property
+    def infers(self) -> bool:
+        """Whether nothing was trained so far: the step is of calls."""
+        return not (self._counts or self._backwards)
+
+    @property
+    def is_to_train(self) -> bool:
+        """Whether an optimizer was made that has something to train."""
+        return any(map(_trained, self._made))
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -87,6 +109,34 @@ class StepFinder:
         finally:
             hook.remove()
 
+    def called(self, model: object) -> None:
+        """A model is about to run, or a CUDA graph.
+
+        The step begins wherever one was called more often than any so far: where the program ends early, the
+        last of its calls is the step.
+        """
+        trains = getattr(model, "training", False) and torch.is_grad_enabled()
+        if not self.infers or (trains and self.is_to_train):
+            return
+        if self._has_ended:
+            self._on_call()
+            return
+        most = max(self._calls.values(), default=0)
+        key = id(model), self._line()
+        if self._on_first and most:
+            if [each for each, _ in self._calls] == [id(model)]:
+                self._on_first()
+            self._on_first = None
+        self._calls[key] += 1
+        count = self._calls[key]
+        if key == self._called and self._called_at > self._skip:
+            if count == self._called_at + self._steps:
+                self._has_ended = True
+                self._on_end()
+        elif count > most:
+            self._called, self._called_at = key, count
+            self._on_begin()
+
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[id(optimizer)] += 1
         if not any(optimizer is each for each in self.stepped):
@@ -106,7 +156,7 @@ class StepFinder:
     def _passed_backward(self) -> None:
         self.backwards += 1
         self._backwards += 1
-        if not self._counts and not any(map(_trained, self._made)):
+        if not self._counts and not self.is_to_train:
             self._begun_at = self._skip
             self._reached(self._backwards)
 

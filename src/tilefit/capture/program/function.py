@@ -46,10 +46,11 @@ def capture_function(target: str, options: TargetOptions) -> Step | None:
             arguments = (arguments,)
         window = Window(modes)
         try:
-            function(*arguments, **keywords)  # makes the optimizer's state
-            known = len(modes.steps.known)
-            window.begin()
-            modes.returning(function(*arguments, **keywords))
+            with window.watching():
+                function(*arguments, **keywords)  # makes the optimizer's state
+                known = len(modes.steps.known)
+                window.begin()
+                modes.returning(function(*arguments, **keywords))
         except TilefitError:
             raise
         except Exception as error:

@@ -66,9 +66,7 @@ class Habits:
         # A step ends within the call that makes it, of which it is the end here.
         for call in reversed(self._calls):
             self._name_reads(*call)
-        for pending in self._pending.values():
-            self._evaluations.update(pending)
-        self._pending.clear()
+        evaluations = self._evaluations + Counter(line for lines in self._pending.values() for line in lines)
         self._stepped()
         return tuple(
             [
@@ -78,7 +76,7 @@ class Habits:
             ]
             + [
                 Habit("evaluates_with_gradients", Site("", line), detail=f"{count} call{'s' * (count > 1)}")
-                for line, count in self._evaluations.items()
+                for line, count in evaluations.items()
             ]
             + [
                 Habit("synchronizes_micro_batches", Site("", line), *span, detail=f"{count} micro-batches")

@@ -9,7 +9,7 @@ from tilefit.capture.trees import own_part
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.errors import CaptureError
 
-_ON_CPU = (
+ON_CPU = (
     'Move the model and its batches to the GPU: device = "cuda" if torch.cuda.is_available() else "cpu", '
     "model.to(device)."
 )
@@ -36,7 +36,7 @@ def check_step(modes: ProgramModes, stepped: list[torch.optim.Optimizer]) -> Non
             if host or stepped
             else "nothing ran on the GPU in the step",
             where=where,
-            hint=_ON_CPU,
+            hint=ON_CPU,
         )
     written = {ref.id for entry in ops for ref in entry.outputs} | modes.meetings.received
     names = {
@@ -49,7 +49,7 @@ def check_step(modes: ProgramModes, stepped: list[torch.optim.Optimizer]) -> Non
                     continue
                 name = names.get(id(parameter), f"parameter {number} of {type(optimizer).__name__}")
                 if not isinstance(own_part(parameter), CudaTensor):
-                    hint = _OFFLOADED if hasattr(parameter, "placements") else _ON_CPU
+                    hint = _OFFLOADED if hasattr(parameter, "placements") else ON_CPU
                     what = f"{name} {tuple(parameter.shape)} is trained on the CPU"
                     raise CaptureError(what, where=where, hint=hint)
                 memory = modes.recorder.identify(own_part(parameter.grad))

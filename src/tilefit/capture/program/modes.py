@@ -8,14 +8,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.amp import autocast_mode
 
 from tilefit.capture.autocast import AutocastState
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import OptimizerSteps, intercepted, state_bytes, state_of
 from tilefit.capture.program import flex
-from tilefit.capture.program.compiling import Compiling
+from tilefit.capture.program.compiling import Compiling, is_on_gpu
 from tilefit.capture.program.distributed import gathered_parameters
 from tilefit.capture.program.events import Meetings
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
@@ -24,8 +23,7 @@ from tilefit.capture.trees import own_part
 from tilefit.emulation.device import Device
 from tilefit.emulation.mail import Mail
 from tilefit.emulation.rules import RULES
-from tilefit.emulation.tensor import CudaTensor
-from tilefit.emulation.torch_cuda import install
+from tilefit.emulation.torch_cuda import install, threads_see
 from tilefit.gpus import Gpu
 from tilefit.ops.timeline import OPTIMIZER_STATE
 
@@ -78,7 +76,7 @@ class ProgramModes(Modes):
     def __init__(self, gpu: Gpu, mail: Mail | None = None) -> None:
         super().__init__("meta", None, of_module=True)
         self.gpu, self._mail = gpu, mail
-        self.sites = SiteTracker(self._adopt, self._keep_saved, _is_on_gpu, self._keep_gradients)
+        self.sites = SiteTracker(self._adopt, self._keep_saved, is_on_gpu, self._keep_gradients)
         self.recorder: ProgramRecorder = ProgramRecorder(
             self.sites, "meta", tf32_matmul=False, tf32_conv=True
         )
@@ -103,10 +101,12 @@ class ProgramModes(Modes):
     def running(self) -> Iterator[None]:
         """Within the block a program runs on the GPU."""
         install(self.device_mode, self.gpu, self._mail)
+        threads_see(self.semantic)
         with ExitStack() as stack:
             stack.enter_context(self.compiling.following())
             stack.enter_context(flex.emulated(self.semantic.fused, lambda: self.compiling.fuses_flex))
             stack.enter_context(_followed(self.autocast))
+            stack.enter_context(_without_inference_mode())
             stack.enter_context(intercepted(self.steps))
             stack.enter_context(
                 patch.object(
@@ -124,7 +124,7 @@ class ProgramModes(Modes):
         """The step begins here."""
         self.recorder.tf32_matmul = torch.backends.cuda.matmul.allow_tf32
         self.recorder.tf32_conv = torch.backends.cudnn.allow_tf32
-        self.autocast.seen = None
+        self.autocast.restart()
         self.saved_bytes = 0
         for name, parameter in self.without_size.items():
             self.recorder.name_parameter(parameter, name)
@@ -178,6 +178,17 @@ def _followed(state: AutocastState) -> Iterator[None]:
         yield
 
 
-def _is_on_gpu(module: nn.Module) -> bool:
-    """Whether a module has something on the GPU: others are the host's work, such as transforms of data."""
-    return any(isinstance(own_part(p), CudaTensor) for p in module.parameters())
+@contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """Within the block ``torch.inference_mode`` is ``torch.no_grad``: it forbids what the emulated GPU's
+    tensors are made of, and a dispatch mode sees calls in it before they are taken apart."""
+
+    def entered(self: Any) -> None:
+        self._kept = torch.is_grad_enabled()
+        torch.set_grad_enabled(not self.mode)
+
+    def left(self: Any, *error: Any) -> None:
+        torch.set_grad_enabled(self._kept)
+
+    with patch.multiple(torch.inference_mode, __enter__=entered, __exit__=left):
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tilefit.capture.overlay import overlaid
 from tilefit.capture.program.contained import Surroundings, contained
 from tilefit.capture.program.distributed import one_rank
 from tilefit.capture.program.finding import StepFinder
+from tilefit.capture.program.invariants import ON_CPU
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.window import Window
 from tilefit.capture.script import failure, run_as_main
@@ -32,6 +34,9 @@ from tilefit.options import ProgramOptions
 
 #: Takes the step, or what went wrong, and ends the process: nothing that the program would do then is done.
 Done = Callable[[Step | TilefitError], NoReturn]
+#: Seconds for which a program that calls its model again and again may still begin to train: some evaluate
+#: first. A choice.
+_PATIENCE_S = 5.0
 
 
 def capture_program(
@@ -56,9 +61,13 @@ def capture_program(
     try:
         with on_emulated_gpu(gpu, folder, fake=options.fake_data, mail=mail) as (around, modes):
             capture = _Capture(modes, options, around, done, told)
-            with capture.finder.watching(), capture.window.watching(), overlaid(options.sources):
+            with (
+                capture.finder.watching(),
+                capture.window.watching(capture.finder.called),
+                overlaid(options.sources),
+            ):
                 error = _run(options, around)
-        result = error or _no_step(capture.finder, options)
+            result = capture.of_calls(error) or error or _no_step(capture.finder, options)
     except TilefitError as refused:
         result = refused
     done(result)
@@ -98,7 +107,7 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
         error.where = error.where or user_line(error)
         return error
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's program may raise
-        if explained := around.explained(error):
+        if explained := around.explained(error) or _unknown_operator(error):
             return explained
         if not isinstance(error, SystemExit):
             _print_from_its_first_line(error)
@@ -107,6 +116,19 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
             hint += f" It may expect other data than were made up: {'; '.join(around.found)}."
         return failure(error, options.program, hint)
     return None
+
+
+def _unknown_operator(error: BaseException) -> TilefitError | None:
+    """What to tell of an operator that PyTorch does not know the results' shapes of."""
+    name, _, said = str(error).partition(": ")
+    if not (isinstance(error, NotImplementedError) and "fake impl" in said):
+        return None
+    return CaptureError(
+        f"nothing says what shape the results of {name} have",
+        where=user_line(error),
+        hint="An operator of your own says so by torch.library.register_fake; those of "
+        "torch.ao.quantization do not run on CUDA.",
+    )
 
 
 def _require_module(name: str) -> None:
@@ -141,10 +163,12 @@ def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
             + (f", or look at an earlier step: --skip {finder.taken - options.steps}." if earlier else "."),
         )
     return CaptureError(
-        "the program ended without a training step: no optimizer stepped, and no backward pass ran",
+        "the program ended without a step: no optimizer stepped, no backward pass ran, no model was called "
+        "on the GPU",
         where=options.program,
-        hint="Give the arguments with which it trains, after --; with --ranks N it finds N GPUs. "
-        "For inference check what makes the model: tilefit check file.py:function --infer.",
+        hint=f"{ON_CPU} Give the arguments with which it trains or infers, after --; with --ranks N it finds "
+        "N GPUs. What calls no nn.Module can be checked as a function that returns a step: tilefit check "
+        "file.py:function.",
     )
 
 
@@ -161,24 +185,62 @@ class _Capture:
     ) -> None:
         self.window, self.options, self.around = Window(modes), options, around
         self.done, self.told = done, told
-        self.finder = StepFinder(options.skip, options.steps, self._begin, self._end, modes.sites.source_line)
+        self.finder = StepFinder(
+            options.skip,
+            options.steps,
+            self._begin,
+            self._end,
+            self._first_ended,
+            self._still_called,
+            modes.sites.source_line,
+        )
+        #: Of what trains nothing, the first call of its model.
+        self._first: Step | TilefitError | None = None
+        #: The step of a program that has trained nothing yet, and when to stop waiting for it to.
+        self._of_calls: Step | TilefitError | None = None
+        self._until_s = 0.0
 
     def _begin(self) -> None:
         self.told("its step")
         self.around.loaders.stepped()
         self.window.begin()
 
-    def _end(self) -> NoReturn:
+    def _end(self) -> None:
         # Within the program, which may catch whatever is raised.
+        result = self._result()
+        if not self.finder.infers:
+            self.done(result)
+        self._of_calls, self._until_s = result, time.monotonic() + _PATIENCE_S
+
+    def _first_ended(self) -> None:
+        self._first = self._result()
+        self.window.begin()
+
+    def _still_called(self) -> None:
+        if time.monotonic() > self._until_s and not self.finder.is_to_train:
+            assert self._of_calls is not None
+            self.done(self._of_calls)
+
+    def of_calls(self, error: TilefitError | None) -> Step | TilefitError | None:
+        """What came of a program that has ended, with this error, and has trained nothing; None of others."""
+        if not (self.finder.infers and self.finder.taken):
+            return None
+        if self._of_calls is None:
+            return error or self._result()
+        if error and isinstance(self._of_calls, Step):
+            note = f"Behind the step the program failed: {error.what} ({error.where})."
+            return replace(self._of_calls, notes=(*self._of_calls.notes, note))
+        return self._of_calls
+
+    def _result(self) -> Step | TilefitError:
         with torch._C.DisableTorchFunction():
             try:
-                result: Step | TilefitError = self._step()
+                return self._step()
             except TilefitError as error:
-                result = error
+                return error
             except Exception as error:  # noqa: BLE001 - told as it would be outside of the program
                 traceback.print_exc()
-                result = CaptureError(f"{type(error).__name__}: {error}", hint="This is a bug in tilefit.")
-            self.done(result)
+                return CaptureError(f"{type(error).__name__}: {error}", hint="This is a bug in tilefit.")
 
     def _step(self) -> Step:
         name = self.options.program
@@ -194,4 +256,7 @@ class _Capture:
             optimizers=self.finder.lines,
             network=self.options.network,
         )
+        first = self._first if self.finder.infers and isinstance(self._first, Step) else None
+        if first is not None and first.inputs != step.inputs:
+            step = replace(step, prompt=first)
         return replace(step, program=program)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.words import described
+from tilefit.emulation.torch_cuda import refuse_script
 from tilefit.ops import Settings, Step
 from tilefit.ops.program import Program
 
@@ -55,6 +58,8 @@ class Window:
 
     def __init__(self, modes: ProgramModes) -> None:
         self._modes = modes
+        #: The first call of all, and the one that is trained on.
+        self._first: _Call | None = None
         self._call: _Call | None = None
         #: The micro-batch that a stage of a pipeline goes forward with.
         self._chunk: int | None = None
@@ -67,30 +72,57 @@ class Window:
         self._passes: dict[int, dict[Any, int]] = {}
         self._placed: set[int] = set()
         self._numbers = count()
+        #: What was called in the step, by class.
+        self._called: Counter[str] = Counter()
         self._habits = Habits(modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events))
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Within the block, which is to be around the whole run, habits of the program are noticed."""
-        return self._habits.watching()
-
-    def begin(self) -> None:
-        """The step begins here."""
-        self._modes.start()
+    @contextmanager
+    def watching(self, told: Callable[[object], None] = lambda model: None) -> Iterator[None]:
+        """Within the block, which is to be around the whole run, habits of the program and its calls of
+        models are noticed; ``told`` gets each model, or CUDA graph, that is about to run."""
         window, call, sites = self, nn.Module.__call__, self._modes.sites
 
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """PyTorch's profiler, recording stacks, takes what is named ``self`` here for the module."""
-            if not (self.training and sites.is_outermost(self) and torch.is_grad_enabled()):
+            if not sites.is_outermost(self):
                 return call(self, *args, **kwargs)
+            if isinstance(self, torch.jit.ScriptModule):
+                refuse_script()
+            told(self)
+            if window._modes.recorder.muted:
+                return call(self, *args, **kwargs)
+            window._called[type(_unwrapped(self)).__name__] += 1
+            trains = self.training and torch.is_grad_enabled()
             inputs = None if window._is_trained else _named(self, args, kwargs)
             number, line = next(window._numbers), sites.source_line()
             made = _Call(number, id(self), window._chunk, version(self), line, inputs)
             out = call(self, *args, **kwargs)
-            _when_trained(out, partial(window._trained, made))
-            window._call = window._call or made
+            if trains:
+                _when_trained(out, partial(window._trained, made))
+            window._first = window._first or made
+            if trains:
+                window._call = window._call or made
             return out
 
-        nn.Module.__call__ = called  # type: ignore[method-assign]
+        def replaying(graph: object) -> None:
+            told(graph)
+            window._called["a CUDA graph"] += 1
+
+        with (
+            self._habits.watching(),
+            patch.object(nn.Module, "__call__", called),
+            patch.object(self._modes.meetings, "replaying", replaying),
+        ):
+            yield
+
+    def begin(self) -> None:
+        """The step begins here."""
+        self._modes.start()
+        self._first = self._call = None
+        self._is_trained = False
+        self._passes.clear()
+        self._placed.clear()
+        self._called.clear()
         stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if stages is not None:
             self._follow(stages._PipelineStageBase)
@@ -134,31 +166,36 @@ class Window:
         modes.recorder.muted = True
         modes.recorder.returned |= modes.recorder.alive  # what the program may still read
         check_step(modes, stepped)
-        inputs = self._call.inputs if self._call else None
+        training = any(entry.phase != "forward" for entry in modes.recorder.ops)
+        call = (self._call if training else None) or self._first
+        inputs = call.inputs if call else None
         batch = batch_of(inputs, modes.recorder.ops)
         passes = max(map(_on_first_weights, self._passes.values()), default=1) if len(stepped) <= 1 else 1
         modes.count_optimizer_state()
+        compiled = modes.compiling.share >= 0.5
         settings = Settings(
-            training=any(entry.phase != "forward" for entry in modes.recorder.ops),
+            training=training,
             amp=modes.amp_seen,
             tf32=modes.recorder.tf32_matmul,
             optimizer=modes.steps.name,
             fused_optimizer=modes.steps.fused,
             channels_last=modes.channels_last_seen,
-            compiled=modes.compiling.share >= 0.5,
+            compiled=compiled,
             cudnn_benchmark=torch.backends.cudnn.benchmark,
-            cuda_graph=modes.meetings.graphs,
+            cuda_graph=modes.meetings.graphs or (compiled and modes.compiling.graphed),
         )
+        if not settings.training:
+            modes.recorder.let_grow(batch)
         step = modes.step(settings, name, inputs, modes.unseen_notes)
         habits = self._habits.found()  # names events, too
         program = Program(
             command=command,
-            step=described(step, stepped, passes, batch),
+            step=described(step, stepped, passes, batch, self._called),
             steps=steps,
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
-            model=self._call.line if self._call else "",
+            model=call.line if call else "",
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
             host_work=tuple((+modes.meetings.host_work).items()),
@@ -186,12 +223,16 @@ def _on_first_weights(versions: dict[int, int]) -> int:
     return sum(version == first for version in versions.values())
 
 
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """What a replica wraps; any other as it is."""
+    inner = module.__dict__.get("_modules", {}).get("module")
+    return inner if isinstance(inner, nn.Module) else module
+
+
 def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A model's inputs by the names of its arguments."""
-    if isinstance(module.__dict__.get("_modules", {}).get("module"), nn.Module):
-        module = module.module  # type: ignore[assignment]  # what a replica wraps
     try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        bound = inspect.signature(_unwrapped(module).forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return kwargs or args
     flat: dict[str, Any] = {}

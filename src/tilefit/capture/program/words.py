@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tilefit.ops import Step
 
 
-def described(step: Step, optimizers: list[Any], passes: int, batch: int) -> str:
-    """Such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``."""
+def described(step: Step, optimizers: list[Any], passes: int, batch: int, called: Mapping[str, int]) -> str:
+    """Such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``, or ``2 calls of UNet, a batch of 4``."""
     parts = []
+    if not step.settings.training:
+        parts += [
+            f"{f'{count} calls' if count > 1 else 'a call'} of {name}" for name, count in called.items()
+        ]
     if passes > 1:
         parts.append(f"{passes} micro-batches of {batch}")
     elif batch:
@@ -17,13 +22,13 @@ def described(step: Step, optimizers: list[Any], passes: int, batch: int) -> str
     for optimizer in optimizers:
         fused = any(group.get("fused") for group in optimizer.param_groups)
         parts.append(f"{type(optimizer).__name__}{' fused' * fused}")
-    if not optimizers:
-        parts.append("no optimizer")
     settings = step.settings
+    if settings.training and not optimizers:
+        parts.append("no optimizer")
     if settings.amp:
         parts.append(f"{settings.amp} autocast")
     if any(entry.recomputed for entry in step.ops):
         parts.append("activation checkpointing")
     if settings.compiled:
-        parts.append("compiled")
+        parts.append("compiled, CUDA graphs" if settings.cuda_graph else "compiled")
     return ", ".join(parts)

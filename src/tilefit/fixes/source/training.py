@@ -1,4 +1,4 @@
-"""What is written into a program that trains: found by the lines that were seen when it ran."""
+"""What is written into a program: found by the lines that were seen when it ran."""
 
 from __future__ import annotations
 
@@ -92,24 +92,15 @@ def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
 
 def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> Change:
     """Statements ``model.method`` beside those that make the optimizers, of each model that is asked for its
-    parameters there."""
+    parameters there; where there is none, behind the one that makes the model that is called."""
     edits: list[tuple[Syntax, Edit]] = []
     done: dict[tuple[Syntax, str], int] = {}
-    for syntax, call in _optimizers(context, files):
-        files.require_own(syntax)
-        statement = syntax.around(call, cst.SimpleStatementLine)
-        models = {name: None for each in syntax.all(cst.Call, call) if (name := _asked(syntax, each))}
-        each_of_many = [
-            name.value for loop in syntax.all(cst.CompFor, call) for name in syntax.all(cst.Name, loop.target)
-        ]
-        if statement is None or not models or models.keys() & set(each_of_many):
-            raise RefusedError(
-                "it is not clear what the model is called: no optimizer gets model.parameters()"
-            )
+    places = _beside_optimizers if _program(context.step).optimizers else _where_made
+    for syntax, statement, models in places(context, files):
         torch, imports = torch_name(syntax) if "torch." in method else ("torch", [])
         first = syntax.line(statement)
         # Behind a return nothing runs.
-        after = behind and not any(syntax.all(cst.Return, statement))
+        after = (behind or places is _where_made) and not any(syntax.all(cst.Return, statement))
         place = syntax.line_end(statement) if after else syntax.file.line_starts[first - 1]
         newline, indentation = syntax.file.newline_after(place), syntax.indentation(first)
         new = [name for name in models if (syntax, name) not in done]
@@ -121,6 +112,51 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
         done |= dict.fromkeys(((syntax, name) for name in new), syntax.file.line_of(place) + after)
     summary = ", ".join(f"{name}.{method}" for _, name in done)
     return Change.of(edits, next(iter(done.values())), summary, level=SAFE)
+
+
+#: A statement, and the models that are known there.
+_Place = tuple[Syntax, cst.SimpleStatementLine, list[str]]
+
+
+def _beside_optimizers(context: Context, files: Files) -> Iterator[_Place]:
+    for syntax, call in _optimizers(context, files):
+        files.require_own(syntax)
+        statement = syntax.around(call, cst.SimpleStatementLine)
+        models = {name: None for each in syntax.all(cst.Call, call) if (name := _asked(syntax, each))}
+        each_of_many = [
+            name.value for loop in syntax.all(cst.CompFor, call) for name in syntax.all(cst.Name, loop.target)
+        ]
+        if statement is None or not models or models.keys() & set(each_of_many):
+            raise RefusedError(
+                "it is not clear what the model is called: no optimizer gets model.parameters()"
+            )
+        yield syntax, statement, [*models]
+
+
+def _where_made(context: Context, files: Files) -> Iterator[_Place]:
+    """The last statement that names the model, where every call of it comes by."""
+    syntax, line = _at(_program(context.step).model, files)
+    calls = [call for call in _calls(syntax, line) if isinstance(call.func, cst.Name)]
+    for call in calls:
+        assert isinstance(call.func, cst.Name)
+        name = call.func.value
+        assigned = [each.node for each in syntax.assignments(name, syntax.scope(call))]
+        made = [syntax.around(node, cst.SimpleStatementLine) for node in sorted(assigned, key=syntax.start)]
+        if made and made[-1] is not None and _comes_by(syntax, made[-1], call):
+            yield syntax, made[-1], [name]
+            return
+    raise RefusedError(f"the model that is called in line {line} of {syntax.file.name} is not made there")
+
+
+def _comes_by(syntax: Syntax, statement: cst.CSTNode, call: cst.CSTNode) -> bool:
+    """Whether a statement has run once when a call is made: it is the file's own, or before it in a block
+    around it, and in no loop."""
+    block = syntax.parent(statement)
+    if isinstance(block, cst.Module):
+        return True
+    loops = (cst.For, cst.While)
+    before = syntax.start(statement) < syntax.start(call) < syntax.stop(block)
+    return before and not any(syntax.around(statement, kind) for kind in loops)
 
 
 def _asked(syntax: Syntax, call: cst.Call) -> str:
@@ -299,7 +335,7 @@ def _calls(syntax: Syntax, line: int) -> Sequence[cst.Call]:
     return [call for call in syntax.all(cst.Call) if _lies_in(syntax, line, call)]
 
 
-#: What is written into a program that trains, by the rule that it answers. A change is safe only where the
+#: What is written into a program, by the rule that it answers. A change is safe only where the
 #: program computes the same for every input.
 WRITERS: dict[str, Write] = {
     "ANO001": _turned("set_detect_anomaly", "mode", "True", "a NaN in the backward pass is then no error"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tilefit.ops import Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.dtypes.autocast import under_autocast
@@ -44,22 +46,28 @@ class MixedPrecision(Rule):
         half = next((dtype for dtype in ("bf16", "fp16") if gpu.supports(dtype)), None)
         products = [index for index, entry in enumerate(step.ops) if not isinstance(entry.op, Streaming)]
         wide = [index for index in products if step.ops[index].op.dtype in ("fp32", "tf32")]
-        flop = sum(step.ops[index].op.flop for index in wide)
-        if step.settings.amp or half is None or 2 * flop <= step.tensor_flop:
+        flop: Counter[str] = Counter()
+        for index in wide:
+            flop[step.ops[index].op.dtype] += step.ops[index].op.flop
+        if step.settings.amp or half is None or 2 * flop.total() <= step.tensor_flop:
             return
         product_s = sum(estimate.ops[index].time_s for index in wide)
         total_s = sum(op.time_s for op in estimate.ops)
         part = product_s / total_s
         # Products alone make up the step: then nothing but their own speed bounds the gain.
         bound = f"at most {number(1 / (1 - part))} times as fast" if part < 1 else "as fast as one likes"
-        dtype = step.ops[wide[0]].op.dtype
+        dtype = max(flop, key=flop.__getitem__)
         ratio = gpu.peak_flop_per_s(half) / gpu.peak_flop_per_s(dtype)
         scaler = " and a torch.amp.GradScaler" if half == "fp16" and step.settings.training else ""
         name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[half]
+        run = f'under torch.autocast("cuda", dtype={name}){scaler}.'
+        fix = f"Run forward and loss {run}"
+        if not step.settings.training:
+            fix = f"Convert model and inputs once, .to({name}), which saves the casts too; or run it {run}"
         yield Proposal(
             place=Place(),
             message=f"products run in {dtype}; in {half} this GPU's peak is {number(ratio)} times as high",
-            fix=f'Run forward and loss under torch.autocast("cuda", dtype={name}){scaler}.',
+            fix=fix,
             safety=UNSAFE,
             change=Change(under_autocast(step, half)),
             arithmetic=(
