@@ -38,7 +38,7 @@ from tilefit.precision.ledger import Ledger, Running, capturing, has_hooks
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patches
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.tensors import HALF, name_of, tensors_in
+from tilefit.precision.tensors import HALF, name_of, targets, tensors_in
 from tilefit.report.watched import Table
 
 #: When an operation runs: outside of backward passes, while no gradient carries a scale or while some do, or
@@ -81,6 +81,11 @@ class Call:
     def module(self) -> str:
         """The innermost module that is running, or empty."""
         return self.look.module
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """The tensors it writes to."""
+        return targets(self.func, self.args, self.kwargs)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments."""

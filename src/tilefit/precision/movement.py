@@ -9,6 +9,7 @@ Counting values that did not change would accuse stochastic rounding.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,14 +42,11 @@ from tilefit.precision.tensors import (
     name_of,
     parameters_of,
     spread,
-    spread_view,
-    targets,
     tensors_in,
 )
 
-#: Steps a parameter is followed for, and those after which it is measured; before ENOUGH that is a note.
-STEPS = 32
-_MEASURED = (3, 6, 10, 15, 20, 25, 30, STEPS)
+#: Steps an optimizer is followed for, and fewer that tell nothing; before ENOUGH what they tell is a note.
+STEPS, FEWEST = 32, 3
 #: Parameters followed per group.
 PARAMETERS = 64
 #: Operations, element by element, by which tensors are updated; others that updates are made with, and those
@@ -61,41 +59,45 @@ _Place = tuple[Any, ...]
 
 
 class Weights(Tracker):
-    """Follows half-precision parameters with the same optimizer in fp32, and looks once at the element types
-    of each optimizer's state, and at its constants in them."""
+    """Makes the first steps of optimizers of PyTorch's again in fp32 on samples of half-precision parameters,
+    and looks once at the element types of each optimizer's state, and at its constants in them."""
 
     def set_up(self) -> None:
-        self._following: weakref.WeakKeyDictionary[Optimizer, _Follower | None] = weakref.WeakKeyDictionary()
-        #: What was measured of each optimizer, which may be gone at the end.
-        self._measured: list[list[_Moved]] = []
+        #: How far parameters have moved, by group and element type; None where nobody looks (any more).
+        self._moved: weakref.WeakKeyDictionary[Optimizer, dict[Any, _Moved] | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        #: The same, of optimizers which may be gone at the end.
+        self._open: list[dict[Any, _Moved]] = []
+        self._expected: weakref.WeakKeyDictionary[Optimizer, list[_Expected]] = weakref.WeakKeyDictionary()
         self._states: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def on_stepping(self, stepping: Stepping) -> None:
-        """The twin of an optimizer that is about to step makes its step."""
+        """An optimizer is about to step: see where it should go."""
         optimizer = stepping.optimizer
-        if optimizer not in self._following:
-            self._following[optimizer] = self._begin(optimizer)
-        follower = self._following[optimizer]
-        if follower is not None:
-            follower.step(optimizer)
+        if optimizer not in self._moved:
+            self._moved[optimizer] = self._begin(optimizer)
+        base = twin_of(type(optimizer))  # type: ignore[arg-type]
+        if self._moved[optimizer] is not None and base is not None:
+            with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
+                self._expected[optimizer] = list(_expected(optimizer, base))
 
-    def _begin(self, optimizer: Optimizer) -> _Follower | None:
+    def _begin(self, optimizer: Optimizer) -> dict[Any, _Moved] | None:
         half = [parameter for parameter in parameters_of(optimizer) if parameter.dtype in HALF]
         if not half or any(isinstance(parameter, CudaTensor) for parameter in half):
             return None
-        name, base = type(optimizer).__name__, twin_of(type(optimizer))  # type: ignore[arg-type]
-        if base is None or not all(map(is_plain, half)):
+        if twin_of(type(optimizer)) is None or not all(map(is_plain, half)):  # type: ignore[arg-type]
+            name = type(optimizer).__name__
             what = f"half-precision weights under {name}, whose intended step is not known"
             self._recorder.cannot_check(what, "AMP013")
             return None
-        with self._ledger.here.at_work():  # the twin is nobody's
-            follower = _Follower(optimizer, base)
-        self._measured.append(follower.moved)
-        return follower
+        self._open.append({})
+        return self._open[-1]
 
     def on_stepped(self, stepped: Stepped) -> None:
-        """The optimizer has followed its twin, or not."""
+        """It has gone there, or not."""
         optimizer = stepped.optimizer
+        expected = self._expected.pop(optimizer, [])
         if stepped.skipped:
             return
         # Others may keep their constants elsewhere, or quantise on purpose.
@@ -103,28 +105,31 @@ class Weights(Tracker):
             for event in _half_states(optimizer):
                 self._recorder.emit(event)
         self._states.add(optimizer)
-        follower = self._following.get(optimizer)
-        if follower is None:
+        moved = self._moved.get(optimizer)
+        if moved is None:
             return
-        follower.stepped()
-        if follower.steps in _MEASURED:
-            follower.measure(user_line())
-        if follower.steps >= STEPS:
-            self._following[optimizer] = None
-            self._measured.remove(follower.moved)
-            self._judge(follower.moved)
+        for key, parameters, before, wanted in expected:
+            known = moved.setdefault(key, _Moved(module=type(optimizer).__name__))
+            known.source, known.dtype = user_line(), name_of(key[1])
+            with torch._C._DisableTorchDispatch():
+                known.add(known.steps, before, _sampled(parameters), wanted)
+        if any(known.steps >= STEPS for known in moved.values()):
+            self._moved[optimizer] = None
+            self._open.remove(moved)
+            self._judge(moved)
 
     def finish(self) -> None:
         """Judge what was followed. Waits for the device."""
-        for measured in self._measured:
-            if not measured or measured[0].steps < ENOUGH:
+        for moved in self._open:
+            if max((known.steps for known in moved.values()), default=0) < ENOUGH:
                 what = f"whether updates are lost over {ENOUGH} steps: fewer were made"
                 self._recorder.cannot_check(what, "AMP013")
-            self._judge(measured)
+            self._judge(moved)
 
-    def _judge(self, measured: list[_Moved]) -> None:
-        for moved in measured:
-            moved.judge(self._recorder, UpdateBelowUlp)
+    def _judge(self, moved: dict[Any, _Moved]) -> None:
+        for known in moved.values():
+            if known.steps >= FEWEST:
+                known.judge(self._recorder, UpdateBelowUlp)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,9 +139,19 @@ class _Moved:
     source: str = ""
     module: str = ""
     dtype: str = ""
+    first: int = -1
     steps: int = 0
     number: int = 0
     products: Tensor | None = None
+
+    def add(self, step: int, before: Tensor, after: Tensor, wanted: Tensor) -> None:
+        """In a step values have gone somewhere, and should have gone where they were wanted."""
+        intended = wanted - before
+        products = (torch.stack([after - before, intended]) * intended).sum(1)
+        self.products = products if self.products is None else self.products + products
+        self.number += before.numel()
+        self.first = step if self.first < 0 else self.first
+        self.steps = step - self.first + 1
 
     def judge(self, recorder: Recorder, rule: type[Movement], **more: Any) -> None:
         """Say how far of what was intended. Waits for the device."""
@@ -146,83 +161,39 @@ class _Moved:
             recorder.emit(rule(self.source, self.module, projection=product / square, **of, **more))
 
 
-class _Follower:
-    """The sampled elements of an optimizer's half-precision parameters, under its twin in fp32."""
+#: Parameters of one group and element type: where a sample of them is, and where a step should take it.
+_Expected = tuple[tuple[int, torch.dtype, torch.device, bool], list[Tensor], Tensor, Tensor]
 
-    def __init__(self, optimizer: Optimizer, base: type[Optimizer]) -> None:
-        self._name = type(optimizer).__name__
-        self.moved: list[_Moved] = []
-        self.steps = 0
-        self._samples: list[tuple[list[Tensor], Tensor, Tensor, torch.dtype]] = []
-        #: Where each was before the step that runs; below, how far each has moved within steps.
-        self._before: list[Tensor] = []
-        #: The group of the optimizer's that each of the twin's stands for.
-        self._origins: list[int] = []
-        groups = []
-        for number, group in enumerate(optimizer.param_groups):
-            alike: dict[Any, list[Tensor]] = {}
-            for parameter in sorted(group["params"], key=lambda p: -p.numel()):
-                if parameter.dtype in HALF and parameter.numel():
-                    alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-            kept = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "param_names")}
-            for (dtype, _), parameters in alike.items():
-                start = _sampled(parameters[:PARAMETERS])
-                twin = start.clone().requires_grad_()
-                self._samples.append((parameters[:PARAMETERS], start, twin, dtype))
-                self._origins.append(number)
-                groups.append({**kept, "params": [twin], "foreach": False, "fused": False})
-        self._twin = base(groups, lr=1e-3)  # type: ignore[call-arg]
-        # The step below its hooks, which are global: the twin's steps are nobody's business.
-        self._step = getattr(type(self._twin).step, "__wrapped__", type(self._twin).step)
-        self._actual = [torch.zeros_like(start) for _, start, _, _ in self._samples]
-        self._views = [[spread_view(p) for p in parameters] for parameters, _, _, _ in self._samples]
-        for parameters, _, twin, _ in self._samples:
+
+def _expected(optimizer: Optimizer, base: type[Optimizer]) -> Iterator[_Expected]:
+    """The step that an optimizer is about to make, in fp32: as its class makes it, below its hooks."""
+    step: Callable[[Optimizer], object] = getattr(base.step, "__wrapped__", base.step)
+    for number, group in enumerate(optimizer.param_groups):
+        alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
+        for p in sorted(group["params"], key=lambda p: -p.numel()):
+            if p.dtype in HALF and p.numel() and p.grad is not None and is_plain(p.grad):
+                alike[number, p.dtype, p.device, bool(optimizer.state.get(p))].append(p)
+        kept = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "param_names")}
+        for key, parameters in alike.items():
+            del parameters[PARAMETERS:]
+            before = _sampled(parameters)
+            wide = before.clone().requires_grad_()
+            wide.grad = _sampled([p.grad for p in parameters if p.grad is not None])
+            twin = base([{**kept, "params": [wide], "foreach": False, "fused": False}], lr=1e-3)  # type: ignore[call-arg]
             states = [optimizer.state.get(p, {}) for p in parameters]
-            for key, value in states[0].items() if all(states) else ():
+            for name, value in states[0].items():
                 if isinstance(value, Tensor) and value.shape == parameters[0].shape:
-                    self._twin.state[twin][key] = _sampled([state[key] for state in states])
+                    twin.state[wide][name] = _sampled([state[name] for state in states])
                 else:
                     # Step counts of fused optimizers are on the device, the twin's are not.
-                    self._twin.state[twin][key] = value.cpu().clone() if isinstance(value, Tensor) else value
-
-    def step(self, optimizer: Optimizer) -> None:
-        """Make the twin's step."""
-        self._before = self._now()
-        for parameters, _, twin, _ in self._samples:
-            twin.grad = _sampled([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-        for group, number in zip(self._twin.param_groups, self._origins, strict=True):
-            group["lr"] = optimizer.param_groups[number]["lr"]
-        self._step(self._twin)
-
-    def stepped(self) -> None:
-        """The optimizer has made its own step."""
-        self.steps += 1
-        if self._before:
-            torch._foreach_add_(self._actual, torch._foreach_sub(self._now(), self._before))
-        self._before = []
-
-    def _now(self) -> list[Tensor]:
-        """Where the parameters are."""
-        found = []
-        for (parameters, _, _, _), views in zip(self._samples, self._views, strict=True):
-            if any(p.data_ptr() != view.data_ptr() for p, view in zip(parameters, views, strict=True)):
-                views[:] = map(spread_view, parameters)
-            found.append(torch.cat(views).float())
-        return found
-
-    def measure(self, source: str) -> None:
-        """See how far the parameters of each group and element type have moved after a step on a line."""
-        self.moved.clear()
-        for (_, start, twin, dtype), actual in zip(self._samples, self._actual, strict=True):
-            intended = twin.detach() - start
-            products = (torch.stack([actual, intended]) * intended).sum(1)
-            of = name_of(dtype), self.steps, start.numel(), products
-            self.moved.append(_Moved(source, self._name, *of))
+                    twin.state[wide][name] = value.cpu().clone() if isinstance(value, Tensor) else value
+            step(twin)
+            yield key, parameters, before, wide.detach()
 
 
 def _sampled(tensors: list[Tensor]) -> Tensor:
     """Up to about :data:`VALUES` elements of each tensor, in fp32, one after the other."""
-    return torch.cat([spread_view(tensor) for tensor in tensors]).float()
+    return torch.cat(list(map(spread, tensors))).float()
 
 
 def _half_states(optimizer: Optimizer) -> Iterator[OptimizerStateInHalf]:
@@ -273,16 +244,12 @@ class _Sum(_Moved):
     Attributes:
         storages: Where it lies.
         weights: It is weights.
-        looks: Steps in which it moved, of which ``first`` and ``last`` are the first and the last.
         added: It was not only multiplied.
         compensated: How far it moved is read, so that what was rounded away is not lost.
     """
 
     storages: dict[_Place, StorageWeakRef] = field(default_factory=dict)
     weights: bool = False
-    looks: int = 0
-    first: int = 0
-    last: int = -1
     added: bool = False
     compensated: bool = False
 
@@ -291,18 +258,10 @@ class _Sum(_Moved):
         """What is rounded away of its movement is lost, as far as is known."""
         return self.added and not self.compensated
 
-    def add(self, step: int, source: str, old: Tensor, new: Tensor, made: _Made) -> None:
+    def updated(self, step: int, source: str, old: Tensor, new: Tensor, made: _Made) -> None:
         """Something was to be made of old values, and these are the new ones."""
-        intended = made.values - old
-        products = torch.stack([((spread(new).float() - old) * intended).sum(), intended.square().sum()])
-        self.products = products if self.products is None else self.products + products
-        self.source, self.dtype = source, name_of(new.dtype)
-        self.first = step if self.last < 0 else self.first
-        self.looks += step != self.last
-        self.last = step
-        self.steps = step - self.first + 1 if self.weights else self.steps + 1
-        self.number += old.numel()
-        self.added |= made.added
+        self.source, self.dtype, self.added = source, name_of(new.dtype), self.added or made.added
+        self.add(step, old, spread(new).float(), made.values)
 
 
 class Accumulators(Tracker, Observer):
@@ -328,36 +287,31 @@ class Accumulators(Tracker, Observer):
 
     def before(self, call: Call) -> None:
         self._written = []
-        if not (call.name.endswith("_") or "out" in call.kwargs):
-            return
-        written = targets(call.func, call.args, call.kwargs)
-        stepping, name = self._ledger.here.stepping, base_name(call.name)
-        if stepping and name == "mul":
-            self._shrinks(call, stepping[0], written)
+        written, name = call.targets, base_name(call.name)
+        if written and name == "mul":
+            self._shrinks(call, written)
         if not all(t.dtype in HALF and has_values(t) and t.is_leaf for t in written):
             return  # what a graph has made is an activation of this step
-        if not {id(gradient.value) for gradient in self._ledger.gradients}.isdisjoint(map(id, written)):
-            return
-        for target, made in zip(written, self._wide(call, written), strict=False):
-            if name != "copy" or _place(target) in made.bases:
-                self._written.append((target, spread(target).float(), made))
+        if written and {id(g.value) for g in self._ledger.gradients}.isdisjoint(map(id, written)):
+            pairs = zip(written, self._wide(call, written), strict=False)
+            self._written = [
+                (t, spread(t).float(), m) for t, m in pairs if name != "copy" or _place(t) in m.bases
+            ]
 
     def after(self, call: Call) -> None:
-        step, name = self._recorder.step, base_name(call.name)
+        step, name, operands = self._recorder.step, base_name(call.name), call.tensors()
         for target, old, made in self._written:
-            self._known(call, target).add(step, call.source, old, target, made)
-        operands, graph = call.tensors(), torch.is_grad_enabled()
-        if any(graph and tensor.requires_grad for tensor in operands):
+            self._known(call, target).updated(step, call.source, old, target, made)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
             return
         if not any(tensor.dtype in HALF or id(tensor) in self._made for tensor in operands):
             return
-        outs = tensors_in([call.out])
         if name == "sub" and len(operands) == 2:
             self._looks_back(*operands)
         if name in ("copy", "clone") and (place := _place(operands[-1])) in self._sums:
             self._keep(self._sums[place], call.out)
             self._moves(place)
-        in_place = call.name.endswith("_")
+        outs, in_place = tensors_in([call.out]), call.name.endswith("_")
         if not all(map(has_values, outs)) or (in_place and not any(map(self._made.of, outs))):
             return
         mades = [made for _, _, made in self._written] if in_place else self._wide(call, outs)
@@ -398,11 +352,8 @@ class Accumulators(Tracker, Observer):
             kwargs = {key: wide(value) for key, value in call.kwargs.items()}
         except (ValueError, IndexError):
             return []
-        if name in _MOVES:
-            results = args[0]
-        else:
-            results = call.func(*args, **kwargs)
-            results = args[0] if results is None else results  # lists that were written to
+        results = args[0] if name in _MOVES else call.func(*args, **kwargs)
+        results = args[0] if results is None else results  # lists that were written to
         results = results if isinstance(results, list | tuple) else [results]
         return [_Made(values, those, any(added)) for values, those in zip(results, bases, strict=True)]
 
@@ -431,7 +382,7 @@ class Accumulators(Tracker, Observer):
         known = _Sum() if base is None else self._sums[base]
         if base is not None:
             step, values = self._recorder.step, out.detach().clone()
-            moves = partial(known.add, step, call.source, made.bases[base][0], values, made)
+            moves = partial(known.updated, step, call.source, made.bases[base][0], values, made)
             self._made_now[_place(out)] = _reference(out), moves
         self._keep(known, out)
 
@@ -448,15 +399,19 @@ class Accumulators(Tracker, Observer):
         self._sums[place] = known
         return known
 
-    def _shrinks(self, call: Call, optimizer: Optimizer, written: list[Tensor]) -> None:
+    def _shrinks(self, call: Call, written: list[Tensor]) -> None:
         """A weight decay of the user's own optimizer, by a factor that the weights' type rounds to 1."""
-        factor = call.args[1]
-        if not isinstance(factor, float) or type(optimizer).__module__.startswith("torch.optim."):
+        stepping, factor = self._ledger.here.stepping, call.args[1]
+        if (
+            not stepping
+            or not isinstance(factor, float)
+            or type(stepping[0]).__module__.startswith("torch.optim.")
+        ):
             return
-        own = {p.data_ptr() for p in parameters_of(optimizer) if is_dense(p)}
+        own = {p.data_ptr() for p in parameters_of(stepping[0]) if is_dense(p)}
         half = next((w.dtype for w in written if w.dtype in HALF and w.data_ptr() in own), None)
         if half is not None and factor != 1 and 0.5 < factor < 2:
-            place, constants = (call.source, type(optimizer).__name__), {"decay": _rounded(factor, half)}
+            place, constants = (call.source, type(stepping[0]).__name__), {"decay": _rounded(factor, half)}
             self._recorder.emit(OptimizerStateInHalf(*place, dtype=name_of(half), constants=constants))
 
     def end(self) -> None:
@@ -468,7 +423,7 @@ class Accumulators(Tracker, Observer):
                 if storage.expired():  # type: ignore[no-untyped-call]
                     del known.storages[place]
                     self._sums.pop(place, None)
-            if known.storages and known.looks >= 2 and not known.weights and known.lost:
+            if known.storages and known.steps >= 2 and not known.weights and known.lost:
                 known.judge(self._recorder, HalfAccumulator)
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilefit.precision.look import Call, Observer
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules.numerics import NonFiniteOrigin
-from tilefit.precision.tensors import Notes, has_values, name_of, targets, tensors_in
+from tilefit.precision.tensors import Notes, has_values, name_of, tensors_in
 
 #: Operations that make or move values without computing: what they hold comes from elsewhere, or is meant.
 _INNOCENT = frozenset(
@@ -55,7 +55,7 @@ class Origin(Observer):
         ]
 
     def after(self, call: Call) -> None:
-        for tensor in targets(call.func, call.args, call.kwargs):
+        for tensor in call.targets:
             self._flags.pop(id(tensor), None)
         if call.backward and not (self._backward or call.look.recomputes):
             return

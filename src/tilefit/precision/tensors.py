@@ -123,11 +123,6 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
 
 def spread(tensor: Tensor) -> Tensor:
     """Up to about :data:`VALUES` elements, in the order of the indices; a copy."""
-    return spread_view(tensor).clone()
-
-
-def spread_view(tensor: Tensor) -> Tensor:
-    """:func:`spread`, where it lies if possible."""
     # A gradient may lie in memory in another order than its parameter.
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // VALUES)]
+    return flat[:: max(1, flat.numel() // VALUES)].clone()

@@ -29,7 +29,7 @@ from tilefit.precision.rules.protocol import (
     WrongDivision,
     wrong_division,
 )
-from tilefit.precision.tensors import Notes, is_dense, is_plain, targets, tensors_in
+from tilefit.precision.tensors import Notes, is_dense, is_plain, tensors_in
 
 #: Multiplications, by which a gradient may be clipped, averaged or unscaled.
 _SCALINGS = frozenset("mul div true_divide".split())
@@ -115,7 +115,7 @@ class Window(Tracker, Observer):
     def after(self, call: Call) -> None:
         if not (self._held or self._derived) or self._ledger.here.in_use:
             return
-        written = targets(call.func, call.args, call.kwargs)
+        written = call.targets
         gradients = [g for tensor in written if (g := self._gradient(tensor)) is not None]
         if gradients:
             self._written(call, gradients)

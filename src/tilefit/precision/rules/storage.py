@@ -25,7 +25,7 @@ class Movement(PrecisionRule):
 
     #: Element type.
     dtype: str
-    #: Updates looked at, and elements of each.
+    #: Steps from the first look to the last, and values looked at in all of them.
     steps: int
     number: int
     #: actual · intended / intended²: 1 healthy, 0 lost.
@@ -171,7 +171,7 @@ class HalfAccumulator(
         return self.lost(
             "a {dtype} tensor that is updated in place makes {made} of the change intended",
             "a change below 1/{part} of a value is rounded away in {dtype}",
-            f"projection on fp32: {{projection}}, over {self.steps} updates",
+            f"projection on fp32: {{projection}}, over {self.steps} steps",
         )
 
 
