@@ -44,7 +44,7 @@ class Losses(Tracker, Observer):
         if not self._recorder.looking:
             return
         chain, source = begins.here.chain, user_line()
-        if not any(gradient.state.fresh for gradient in self._ledger.mine(begins.here)):
+        if not any(gradient.state.fresh for gradient in self._ledger.gradients):
             self._passes.clear()
         self._passes.append(_Pass(source, chain.factor if chain.mean else None))
         if len(self._passes) > 1:
@@ -70,8 +70,9 @@ class Losses(Tracker, Observer):
     def on_stepped(self, stepped: Stepped) -> None:
         """They have fed a step."""
         passes, self._passes = self._passes, []
-        multiplied = set(self._ledger.multiplied.values()) or {1.0}
-        self._ledger.multiplied.clear()
+        by_gradient = self._ledger.here.multiplied
+        multiplied = set(by_gradient.values()) or {1.0}
+        by_gradient.clear()
         if not self._recorder.looking or len(passes) < 2 or len(set(passes)) != 1:
             return
         factor, count = passes[0].factor, len(passes)

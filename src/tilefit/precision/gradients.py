@@ -18,8 +18,6 @@ from tilefit.precision.tensors import has_values, sampled
 WIDTH = 8
 #: The values of so many gradients are kept of each optimizer, and of one in so many others: it takes time.
 WITNESSES, APART = 8, 32
-#: The thread of gradients that several threads use.
-SHARED = -1
 #: Of which it is worth knowing whether they hold nothing but zeros.
 _LOOKED_AT = (Kind.USED, Kind.SPENT, Kind.LEFT, Kind.UNKNOWN)
 
@@ -31,7 +29,6 @@ class Gradient:
     Attributes:
         parameter: A weak reference to the parameter.
         state: What is known of its scale.
-        thread: The thread whose optimizer uses it; None before one did.
         stepped_in: The autocast region in which its parameter was stepped last; 0 for none.
         sample: Some of its values, taken when it was last known, while a step is looked at closely.
         sure: These were there, not all of them zero, when it was looked at last.
@@ -41,7 +38,6 @@ class Gradient:
 
     parameter: weakref.ref[Tensor]
     state: State = EMPTY
-    thread: int | None = None
     stepped_in: int = 0
     sample: Tensor | None = None
     sure: bool = False
@@ -176,12 +172,11 @@ def move(
     # Most are in one state, which is the same object.
     known: dict[int, tuple[State, State, str]] = {}
     for gradient in gradients:
-        state = gradient.state
-        entry = known.get(id(state))
-        if entry is None:
-            happens = cause if isinstance(cause, Cause) else cause(state)
-            entry = known[id(state)] = (state, *state.after(happens, marks))
-        gradient.state = entry[1]
-        if entry[2]:
-            wrong[entry[2]].append(gradient)
+        before = gradient.state
+        if id(before) not in known:
+            happens = cause if isinstance(cause, Cause) else cause(before)
+            known[id(before)] = (before, *before.after(happens, marks))
+        _, gradient.state, what = known[id(before)]
+        if what:
+            wrong[what].append(gradient)
     return wrong

@@ -45,21 +45,21 @@ Cause = StrEnum(
 
 #: The state after each cause, by the state before; behind ``!`` what is wrong with it.
 _TABLE = """
-              none    plain         scaled          mixed           spread           divided       used    spent   left          unknown
-add_plain     plain   plain         mixed           mixed           mixed            plain         unknown unknown plain         unknown
-add_same      scaled  mixed         scaled          mixed           spread           mixed         unknown unknown mixed         unknown
-add_other     spread  mixed         spread          mixed           spread           mixed         unknown unknown mixed         unknown
-add_unknown   unknown unknown       unknown         unknown         unknown          unknown       unknown unknown unknown       unknown
-written       unknown unknown       unknown         unknown         unknown          unknown       unknown unknown unknown       unknown
-kept          none    plain         scaled          mixed           spread           divided       unknown unknown unknown       unknown
-cleared       none    none          none            none            none             none          none    none    none          none
-unscaled      none    plain!again   plain           unknown!mixed   unknown!spread   divided!again unknown unknown unknown       unknown
-unscale_own   none    divided!plain divided         divided!mixed   divided!spread   divided!again used    unknown left!repeated divided
-unscale_other none    divided!plain divided!older   divided!mixed   divided!spread   divided!again used    unknown left!repeated divided
-clipped       none    plain!hand    scaled!clipped  mixed!clipped   spread!clipped   divided       unknown unknown unknown       unknown
-stepped       none    plain         scaled!stepped  mixed!mixed     spread!stepped   divided       used    spent   left!repeated unknown
-used          none    used          spent           spent           spent            used          used    spent   used          spent
-seen          none    plain         scaled          mixed           spread           divided       left    spent   left          unknown
+              none    plain         scaled         mixed         spread         divided       used          spent   left          unknown
+add_plain     plain   plain         mixed          mixed         mixed          plain         unknown       unknown plain         unknown
+add_same      scaled  mixed         scaled         mixed         spread         mixed         unknown       unknown mixed         unknown
+add_other     spread  mixed         spread         mixed         spread         mixed         unknown       unknown mixed         unknown
+add_unknown   unknown unknown       unknown        unknown       unknown        unknown       unknown       unknown unknown       unknown
+written       unknown unknown       unknown        unknown       unknown        unknown       unknown       unknown unknown       unknown
+kept          none    plain         scaled         mixed         spread         divided       unknown       unknown unknown       unknown
+cleared       none    none          none           none          none           none          none          none    none          none
+unscaled      none    plain!again   plain          unknown!mixed unknown!spread divided!again unknown       unknown unknown       unknown
+unscale_own   none    divided!plain divided        divided!mixed divided!spread divided!again used!repeated unknown left!repeated divided
+unscale_other none    divided!plain divided!older  divided!mixed divided!spread divided!again used!repeated unknown left!repeated divided
+clipped       none    plain!hand    scaled!clipped mixed!clipped spread!clipped divided       unknown       unknown unknown       unknown
+stepped       none    plain         scaled!stepped mixed!mixed   spread!stepped divided       used!repeated spent   left!repeated unknown
+used          none    used          spent          spent         spent          used          used          spent   used          spent
+seen          none    plain         scaled         mixed         spread         divided       left          spent   left          unknown
 """  # noqa: E501 - a table
 
 

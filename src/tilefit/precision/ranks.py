@@ -106,7 +106,7 @@ class Ranks(Tracker):
 
     def _comparable(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters that every rank should hold alike."""
-        followed = [p for g in self._ledger.of(optimizer) if (p := g.parameter()) is not None]
+        followed = [p for g in self._ledger.here.of[optimizer] if (p := g.parameter()) is not None]
         found = [p for p in followed if is_plain(p) and not getattr(p, "tensor_model_parallel", False)]
         if len(found) < len(followed):
             what = f"{len(followed) - len(found)} sharded parameters, which ranks do not share"

@@ -75,9 +75,8 @@ class Scalers(Tracker):
         ledger = self._ledger
         here = ledger.here
         ledger.adopt(optimizer)
-        ledger.owned(here, optimizer)
         ledger.observe(here)
-        ledger.divide(here, scaler, optimizer)
+        ledger.divide(scaler, optimizer)
         with here.at_work(), self._explained("unscale_", optimizer):
             yield
         ledger.written(ledger.present(optimizer), alike=True)
@@ -89,11 +88,9 @@ class Scalers(Tracker):
         here = ledger.here
         ledger.adopt(optimizer)
         known = ledger.scaler(scaler)
-        present = ledger.present(optimizer)
-        unscaled = scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-        if unscaled and any(not gradient.state.fresh for gradient in present):
+        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
             ledger.observe(here)
-            ledger.repeats(optimizer, present, scaler=True)
+            ledger.steps(optimizer, scaler=True)
         here.scaler_step, here.ran = (scaler, optimizer), False
         try:
             with here.at_work(), self._explained("step", optimizer):

@@ -293,7 +293,7 @@ class Shadows(Tracker, Observer):
         if self._masks:
             self._pass_on(call, x)
         made = x is out  # an arange in half precision
-        if out.dtype not in HALF or x.dtype == torch.bool or self._ledger.is_parameter(x):
+        if out.dtype not in HALF or x.dtype == torch.bool or self._ledger.followed([x]):
             return
         if (x.dtype in HALF and not made) or not is_plain(out) or not self._counts(call):
             return

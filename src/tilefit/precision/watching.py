@@ -264,7 +264,7 @@ class Watch:
 
     def _on_backward_ended(self, ended: Ended) -> None:
         self._end_if_due()
-        if not self._ledger.optimizers and self._have_moved():
+        if not self._ledger.here.of and self._have_moved():
             self._end_step(bool(self._ledger.scalers), self._ledger.gradients)
         if self._look is not None:
             self._look.passed()

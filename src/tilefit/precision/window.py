@@ -26,8 +26,6 @@ from tilefit.precision.rules.protocol import (
     ClipOnScaled,
     PenaltyOnScaled,
     StepWithoutUnscale,
-    WrongDivision,
-    wrong_division,
 )
 from tilefit.precision.tensors import Notes, is_dense, is_plain, tensors_in
 
@@ -261,14 +259,14 @@ class Window(Tracker, Observer):
         elif base_name(call.name) not in _SCALINGS:
             number, name = len(gradients), call.name
             written = PenaltyOnScaled(call.source, operation=name, scale=constant, parameters=number)
-            self._ledger.wait(constant, lambda: written)
+            self._ledger.wait(constant, written)
             self._accept(gradients, Cause.KEPT)
         else:
             self._note_product(gradients, by)
             self._ledger.settle(by)
             if constant and self._is_coefficient(call.source, by):
                 clipped = ClipOnScaled(call.source, threshold=None, scale=constant, certain=False)
-                self._ledger.wait(constant, lambda: clipped)
+                self._ledger.wait(constant, clipped)
             scales = [scale_of(scaler) for scaler, _ in self._ledger.scalers]
             undone = [scale for scale in scales if scale > 1 and abs(by * scale - 1) < NEAR]
             if constant and abs(by * constant - 1) < NEAR:
@@ -283,17 +281,15 @@ class Window(Tracker, Observer):
 
     def _note_product(self, gradients: list[Gradient], by: float) -> None:
         for gradient in gradients:
-            self._ledger.multiplied[id(gradient)] *= by
+            self._ledger.here.multiplied[id(gradient)] *= by
 
     def _divided(self, gradients: list[Gradient], scale: float) -> None:
         """The user's own code divides gradients by a scale."""
 
-        def make(kind: str, those: list[Gradient], marks: Marks) -> WrongDivision:
-            return wrong_division(kind, scale, parameters=len(those), by_hand=True)
-
+        figures = {"scale": scale, "by_hand": True}
         for gradient in gradients:
             gradient.sure = True  # it is seen right now
-        self._ledger.judge(self._ledger.here, gradients, Cause.UNSCALED, make, "these parameters")
+        self._ledger.judge(gradients, Cause.UNSCALED, lambda marks: figures, "these parameters")
         self._ledger.written(gradients, ending=True)
 
     def _is_coefficient(self, source: str, by: float) -> bool:
@@ -352,7 +348,7 @@ class Window(Tracker, Observer):
         source = source if degree != 1 else source or user_line()
         cause = self._judge(derived.marks, degree, by, source, derived.operation)
         if by != 1 and degree == 1 and cause is Cause.KEPT:
-            self._ledger.multiplied[id(derived)] *= by
+            self._ledger.here.multiplied[id(derived)] *= by
         return cause
 
     def _accept(self, gradients: list[Gradient], cause: Cause) -> None:

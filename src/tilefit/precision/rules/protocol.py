@@ -382,7 +382,19 @@ class OneScalerManyOptimizers(WrongDivision, code="AMP019", needs=_SCALE):
         return self.older(f"{self.other} stepped, and the scaler was updated, in between")
 
 
-def wrong_division(kind: str, scale: float, **figures: Any) -> WrongDivision:
-    """What a wrong division of a kind breaks; figures are the other fields."""
-    apart = OneScalerManyOptimizers if figures.get("other") else UpdateMisplaced
-    return (MixedAccumulation if kind in _MIXTURES else apart)(kind=kind, scale=scale, **figures)
+#: What breaks each way to misuse gradients; ``older`` with another optimizer's step in between, the last.
+_MISUSES: dict[str, type[PrecisionRule]] = {
+    **dict.fromkeys(("clipped", "hand"), ClipOnScaled),
+    **dict.fromkeys(("again", "older"), UpdateMisplaced),
+    **dict.fromkeys(("loss", *_MIXTURES), MixedAccumulation),
+    "stepped": StepWithoutUnscale,
+    "repeated": DoubleStep,
+}
+
+
+def misuse(kind: str, **figures: Any) -> PrecisionRule:
+    """What a misuse of gradients breaks, told with those of the figures that it is about."""
+    apart = kind == "older" and figures.get("other")
+    rule = OneScalerManyOptimizers if apart else _MISUSES[kind]
+    fields = rule.__dataclass_fields__
+    return rule(**{name: value for name, value in (figures | {"kind": kind}).items() if name in fields})
