@@ -146,6 +146,21 @@ class Gave(NamedTuple):
     marks: Marks
 
 
+class Hooks(NamedTuple):
+    """A hook of the user's begins to run on a gradient, within a backward pass that is looked at closely."""
+
+    parameter: Tensor
+    gradient: Tensor
+
+
+class Hooked(NamedTuple):
+    """It has run, and gave a result."""
+
+    parameter: Tensor
+    gradient: Tensor
+    result: Any
+
+
 class Stepping(NamedTuple):
     """An optimizer is about to step on gradients that carry no scale any more."""
 
@@ -701,7 +716,7 @@ class Tracker:
         self._recorder = recorder
         self._ledger = ledger
         self.set_up()
-        for kind in (Begins, Ended, Gave, Stepping, Stepped, Unscaled):
+        for kind in (Begins, Ended, Gave, Hooks, Hooked, Stepping, Stepped, Unscaled):
             listener = getattr(self, f"on_{kind.__name__.lower()}", None)
             if listener is not None:
                 recorder.on(kind, listener)

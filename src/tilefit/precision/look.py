@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tilefit.emulation.device import Device
 from tilefit.precision import graph
-from tilefit.precision.ledger import Ledger, Running, capturing, has_hooks
+from tilefit.precision.ledger import Hooked, Hooks, Ledger, Running, capturing, has_hooks
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patches
 from tilefit.precision.recorder import Recorder
@@ -220,10 +220,6 @@ class Observers:
         return found
 
 
-#: Entered with a parameter and a gradient; what it gives is called with the hook's result.
-HookOf = Callable[[Tensor, Tensor], AbstractContextManager[Callable[[Any], None]]]
-
-
 class _Running(threading.local):
     """What runs on a thread: autograd has threads of its own, and checkpointing runs modules there.
 
@@ -248,7 +244,6 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         observers: Who looks.
         thorough: Stay on in backward passes, and remember the line of every forward operation, not only of
             half-precision scalars.
-        hook_of: Entered around each hook of the user's on a parameter's gradient that the ledger follows.
     """
 
     def __init__(
@@ -258,14 +253,12 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         observers: Observers,
         *,
         thorough: bool,
-        hook_of: HookOf | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._ledger = ledger
         self._observers = observers
         self._thorough = thorough
-        self._hook_of = hook_of
         self._lines: dict[int, str] = {}
         self._running = _Running()
         self._handles: list[Any] = []
@@ -471,13 +464,14 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         parameter = reference()
         gradient = value.grad if parameter is value else value
-        if parameter is None or gradient is None or self._running.hook or self._hook_of is None:
+        if parameter is None or gradient is None or self._running.hook:
             return hook(value)
         self._running.hook = True
         try:
-            with self._on(), self._hook_of(parameter, gradient) as gave:
+            with self._on():
+                self._recorder.tell(Hooks(parameter, gradient))
                 result = hook(value)
-                gave(result if gradient is value else gradient)
+                self._recorder.tell(Hooked(parameter, gradient, result if gradient is value else gradient))
         finally:
             self._running.hook = False
         return result

@@ -359,8 +359,8 @@ class Watch:
             weights, armed = self._ledger.parameters, self._seek_origin
             self._origin = Origin(self._recorder, weights, backward=not scaled, armed=armed)
             observers = Observers(self._statistics, [*self._numerical, self._origin])
-        thorough, hook_of = self._origin is not None, self._the(Window).hook_of
-        self._look = Look(self._recorder, self._ledger, observers, thorough=thorough, hook_of=hook_of)
+        thorough = self._origin is not None
+        self._look = Look(self._recorder, self._ledger, observers, thorough=thorough)
         self._seek_origin = False
         self._look.begin()
         self._looks += 1
