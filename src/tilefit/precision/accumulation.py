@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision.graph import Kind
-from tilefit.precision.ledger import Begins, Stepped, Tracker
+from tilefit.precision.ledger import Begins, Pass, Stepped, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import Observer
 from tilefit.precision.rules.autocast import LossInHalfPrecision
@@ -23,19 +23,11 @@ from tilefit.precision.tensors import HALF, Notes, is_plain, name_of, spread
 GRADIENTS = 64
 
 
-class _Pass(NamedTuple):
-    """One backward pass: its line, and what its loss was multiplied by if it is a mean."""
-
-    source: str
-    factor: float | None
-
-
 class Losses(Tracker, Observer):
     """Looks at the losses of each step, and adds up in fp32, on samples, what their backward passes add to
     half-precision gradients."""
 
     def set_up(self) -> None:
-        self._passes: list[_Pass] = []
         self._pending: LossInHalfPrecision | None = None
         self._sums: Notes[Tensor] = Notes()
 
@@ -43,11 +35,11 @@ class Losses(Tracker, Observer):
         """One more loss."""
         if not self._recorder.looking:
             return
-        chain, source = begins.here.chain, user_line()
+        chain, passes, source = begins.here.chain, begins.here.cycle.passes, user_line()
         if not any(gradient.state.fresh for gradient in self._ledger.gradients):
-            self._passes.clear()
-        self._passes.append(_Pass(source, chain.factor if chain.mean else None))
-        if len(self._passes) > 1:
+            passes.clear()
+        passes.append(Pass(source, chain.factor if chain.mean else None))
+        if len(passes) > 1:
             self._recorder.facts.add("accumulation")
         if chain.half is None:
             return
@@ -56,7 +48,7 @@ class Losses(Tracker, Observer):
         event = LossInHalfPrecision(
             source=line or source,
             operation=operation.removesuffix("0").removesuffix("Backward"),
-            dtype=dtype.removeprefix("torch."),
+            dtype=name_of(dtype),
             autocast="autocast" in self._recorder.facts,
             scale=self._ledger.scale_of(chain.marks) if chain.marks else None,
         )
@@ -69,23 +61,20 @@ class Losses(Tracker, Observer):
 
     def on_stepped(self, stepped: Stepped) -> None:
         """They have fed a step."""
-        passes, self._passes = self._passes, []
-        by_gradient = self._ledger.here.multiplied
-        multiplied = set(by_gradient.values()) or {1.0}
-        by_gradient.clear()
+        cycle, name = self._ledger.here.cycle, type(stepped.optimizer).__name__
+        passes, multiplied = cycle.passes, set(cycle.multiplied.values()) or {1.0}
         if not self._recorder.looking or len(passes) < 2 or len(set(passes)) != 1:
             return
-        factor, count = passes[0].factor, len(passes)
-        place = passes[0].source, type(stepped.optimizer).__name__
+        source, factor = passes[0]
         # What the user's own code multiplies gradients by may be the average; unseen, it may be anything.
         if factor is not None and self._ledger.closely and len(multiplied) == 1:
             factor *= multiplied.pop()
-            self._recorder.emit(AccumulationNotAveraged(*place, passes=count, factor=factor))
+            self.found(AccumulationNotAveraged, source, name, passes=len(passes), factor=factor)
         values = (gradient.value for gradient in self._ledger.present(stepped.optimizer))
         half = sorted({name_of(value.dtype) for value in values if value is not None and value.dtype in HALF})
         if half:
-            what: dict[str, Any] = {"dtype": half[0], "terms": count, "error": self._error()}
-            self._recorder.emit(LowPrecisionGradientSum(*place, **what))
+            what = {"dtype": half[0], "terms": len(passes), "error": self._error()}
+            self.found(LowPrecisionGradientSum, source, name, **what)
 
     def finish(self) -> None:
         """Say what was kept for a better line."""
@@ -120,14 +109,13 @@ class Losses(Tracker, Observer):
     def _error(self) -> float | None:
         """The relative error of the sums since the step began; waits for the device."""
         tiny = torch.finfo(torch.float32).tiny
-        return max(
-            (
-                float((spread(target).float() - wide).norm() / wide.norm().clamp_min(tiny))
-                for reference, wide in self._sums.values()
-                if (target := reference()) is not None
-            ),
-            default=None,
+        known = [
+            (target, wide) for reference, wide in self._sums.values() if (target := reference()) is not None
+        ]
+        errors = (
+            (spread(target).float() - wide).norm() / wide.norm().clamp_min(tiny) for target, wide in known
         )
+        return max(map(float, errors), default=None)
 
     def end(self) -> None:
         self._sums.clear()

@@ -57,8 +57,8 @@ class Products(Tracker, Observer):
 
     def _judge(self, kind: str, name: str, forward: str, backward: str, *place: str) -> None:
         if forward not in ("", backward):
-            types: dict[str, Any] = {"forward": forward, "backward": backward}
-            self._recorder.emit(BackwardInOtherDtype(*place, kind=kind, name=name, **types))
+            types = {"forward": forward, "backward": backward}
+            self.found(BackwardInOtherDtype, *place, kind=kind, name=name, **types)
 
     def _note_functions(self, dtype: str) -> None:
         frame: FrameType | None = sys._getframe(3)
@@ -88,7 +88,10 @@ class LostGradients(Tracker, Observer):
     def ran(self, module: nn.Module, name: str, output: Any) -> None:
         if not self._without and torch.is_grad_enabled():
             return  # nothing ran without gradients
-        region, weights = self._ledger.region(), [p for p in module._parameters.values() if p is not None]
+        region, weights = (
+            self._ledger.here.cached_in,
+            [p for p in module._parameters.values() if p is not None],
+        )
         if not region or self._ledger.here.depth or not weights:
             return
         if not torch.is_grad_enabled():
@@ -115,7 +118,7 @@ class LostGradients(Tracker, Observer):
                 if p.requires_grad and p.ndim >= 2 and p.dtype == torch.float32
             ]
             if weights and all(weight.grad is None for weight in weights):
-                self._recorder.emit(CacheDropsGradients(source, name))
+                self.found(CacheDropsGradients, source, name)
 
 
 def _unwrapped(function: Any) -> Any:

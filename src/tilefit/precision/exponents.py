@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tilefit.precision.graph import Kind
-from tilefit.precision.ledger import Tracker, Unscaled
+from tilefit.precision.ledger import Stepped, Tracker
 from tilefit.precision.look import Observer, function_of
 from tilefit.precision.rules.autocast import UnscaledFp16
 from tilefit.precision.tensors import HALF, is_plain, name_of, sampled
@@ -119,13 +119,16 @@ class Exponents(Tracker, Observer):
             found.counts.update({_ZERO + 1 + i: count for i, count in enumerate(counts) if count})
         return found
 
-    def on_unscaled(self, unscaled: Unscaled) -> None:
-        """Say how this step's values lie in fp16; waits for the device."""
+    def on_stepped(self, stepped: Stepped) -> None:
+        """Say how values lie in fp16 that went through it without a scale; waits for the device."""
+        cycle = self._ledger.here.cycle
+        if not (stepped.plain and cycle.fp16 and not cycle.hand_scaled):
+            return
         found = self._count(torch.float16)
         total = max(1, found.total)
         low = sum(count for exponent, count in found.counts.items() if exponent < NORMAL) / total
-        zero = found.zeros / total
-        self._recorder.emit(UnscaledFp16(unscaled.source, number=found.total, subnormal=low, zero=zero))
+        what = {"number": found.total, "subnormal": low, "zero": found.zeros / total}
+        self.found(UnscaledFp16, cycle.passes[-1].source, **what)
 
     def tables(self) -> list[Table]:
         """What loss scales the gradients seen allow, a table for each element type."""

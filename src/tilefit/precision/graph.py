@@ -51,7 +51,7 @@ class Chain:
 
     marks: set[Mark] = field(default_factory=set)
     plain: int = 0
-    half: tuple[str, str, int] | None = None
+    half: tuple[str, torch.dtype, int] | None = None
     factor: float | None = 1.0
     mean: bool = True
     clean: bool = True
@@ -77,7 +77,7 @@ def chain(roots: Iterable[torch.Tensor]) -> Chain:
             found.mean = False
             continue
         if found.half is None and metadata.dtype in HALF:
-            found.half = (name, str(metadata.dtype), node._sequence_nr())
+            found.half = (name, metadata.dtype, node._sequence_nr())
         follow = [child for child, _ in node.next_functions if child is not None]
         if not name.startswith(_PASS):
             found.plain += not scaled

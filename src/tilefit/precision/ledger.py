@@ -53,6 +53,52 @@ NEAR = 1e-4
 _KEY = "tilefit.precision"
 
 
+@dataclass(slots=True)
+class Region:
+    """An outermost autocast region: its number, a new one where the cache is cleared; the line that entered
+    it; and whether its cache is on."""
+
+    number: int
+    source: str
+    cache: bool
+
+
+class Pass(NamedTuple):
+    """A backward pass that was looked at: its line, and what its loss was multiplied by if it is a mean."""
+
+    source: str
+    factor: float | None
+
+
+@dataclass(slots=True)
+class Cycle:
+    """What has happened on a thread since the last step of any optimizer.
+
+    Attributes:
+        scale_met: A scaled loss was met.
+        inferred: Something may have brought a scale along unseen, and
+        unclean: a loss was a product with a tensor that may have.
+        multiplied: What the user multiplied each gradient by, by ``id``.
+        pending: Clips and writes of gradients that a constant may be divided out of yet, and what emits them.
+        passes: The backward passes, on steps that are looked at.
+        fp16: fp16 gradients flowed through a graph that was looked at.
+        hand_scaled: A loss was multiplied by something that may be a scale made by hand.
+        dtypes: Element types of the autocast regions entered with gradients on, outside of backward passes.
+        source: The line that entered the last of them.
+    """
+
+    scale_met: bool = False
+    inferred: bool = False
+    unclean: bool = False
+    multiplied: defaultdict[int, float] = field(default_factory=lambda: defaultdict(lambda: 1.0))
+    pending: list[tuple[float, PrecisionRule]] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    fp16: bool = False
+    hand_scaled: bool = False
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    source: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Here:
     """What runs on a thread that trains, and what is known there.
@@ -62,10 +108,11 @@ class Here:
         gradients: The gradients followed, by ``id`` of their parameter.
         of: The gradients of each optimizer seen.
         open: Some gradient was changed by a backward pass and has not been used yet.
+        cycle: What has happened since the last step.
+        regions: The autocast regions that are open, and how many were entered so far.
+        region: The outermost of them, None without one.
         depth: Backward passes that are running, one inside another.
         reached: Marks met by the outermost of them; ``unknown`` where it was given gradients.
-        inferred: Since the last step something may have brought a scale along unseen, and
-        unclean: a loss was a product with a tensor that may have.
         unscaled: Parameters, by ``id``, whose hooks have divided the scale out.
         given: The gradients given to the backward pass that is about to begin.
         chain, scan: What the graph of the last backward pass says, on steps that are looked at closely.
@@ -73,9 +120,6 @@ class Here:
         in_use: An optimizer or a scaler is at work: what it writes is its own.
         scaler_step: The scaler and the optimizer of the ``scaler.step`` that runs.
         ran: The optimizer's own step was called within it.
-        scale_met: A scaled loss was met since the last step.
-        multiplied: What the user multiplied each gradient by, by ``id``, since the last step.
-        pending: Clips and writes of gradients that a constant may be divided out of yet, and what emits them.
     """
 
     thread: int
@@ -84,12 +128,14 @@ class Here:
         default_factory=weakref.WeakKeyDictionary
     )
     open: bool = False
+    cycle: Cycle = field(default_factory=Cycle)
+    regions: list[Any] = field(default_factory=list)
+    entered: int = 0
+    region: Region | None = None
     depth: int = 0
     reached: set[Mark] = field(default_factory=set)
     unscaled: set[int] = field(default_factory=set)
     unknown: bool = False
-    inferred: bool = False
-    unclean: bool = False
     given: tuple[Any, ...] = ()
     chain: graph.Chain = field(default_factory=graph.Chain)
     scan: graph.Scan = field(default_factory=graph.Scan)
@@ -97,9 +143,11 @@ class Here:
     in_use: int = 0
     scaler_step: tuple[Any, Optimizer] | None = None
     ran: bool = False
-    scale_met: bool = False
-    multiplied: defaultdict[int, float] = field(default_factory=lambda: defaultdict(lambda: 1.0))
-    pending: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
+
+    @property
+    def cached_in(self) -> int:
+        """The number of the present outermost autocast region, 0 if there is none or its cache is off."""
+        return self.region.number if self.region is not None and self.region.cache else 0
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -183,12 +231,6 @@ class Stepped(NamedTuple):
     plain: bool
 
 
-class Unscaled(NamedTuple):
-    """An optimizer stepped on gradients that went through fp16 without a scale, from a backward pass here."""
-
-    source: str
-
-
 @dataclass(slots=True)
 class Scaler:
     """A gradient scaler.
@@ -227,7 +269,6 @@ class Ledger:
         recorder: Where events go.
 
     Attributes:
-        region: The number of the present outermost autocast region with a cache; 0 for none.
         before_observing: Called before gradients that were changed by hand are looked for.
         look: The close look at this step (:class:`~tilefit.precision.look.Look`); None where nobody looks.
     """
@@ -240,7 +281,6 @@ class Ledger:
         self._passes = 0
         self._handles: list[Any] = []
         self.look: Any = None
-        self.region: Callable[[], int] = lambda: 0
         self.before_observing: Callable[[], None] = lambda: None
 
     # ---- what is known ---------------------------------------------------------------------
@@ -407,8 +447,8 @@ class Ledger:
             while here.scan.leaves:
                 self.follow(here.scan.leaves.pop())
             chain = here.chain
-            here.inferred |= not self.closely
-            here.unclean |= not chain.clean
+            here.cycle.inferred |= not self.closely
+            here.cycle.unclean |= not chain.clean
             chain.factor = factor = None if chain.factor is None or factor is None else chain.factor * factor
             if chain.marks and chain.plain:
                 source, marks = user_line(), frozenset(chain.marks)
@@ -432,7 +472,7 @@ class Ledger:
         here = self.here
         if here.depth:
             here.reached.add(mark)
-        here.scale_met = True
+        here.cycle.scale_met = True
 
     def replay_ran(self) -> None:
         """A CUDA graph was replayed: gradients may have changed without a trace."""
@@ -461,7 +501,7 @@ class Ledger:
         for wrong, those in move(gradients, cause).items():
             # What carries no scale is never seen to carry none.
             absent = wrong in ("plain", "mixed")
-            seen = not (absent and here.inferred)
+            seen = not (absent and here.cycle.inferred)
 
             def event(wrong: str = wrong, those: list[Gradient] = those, seen: bool = seen) -> PrecisionRule:
                 marks: Marks = frozenset().union(*(gradient.state.marks for gradient in those))
@@ -475,7 +515,7 @@ class Ledger:
                 continue
             key = (wrong, source, module, seen)
             certain = recorder.looking and any(gradient.sure for gradient in those)
-            if recorder.knows(key) or (certain and not (absent and here.unclean)):
+            if recorder.knows(key) or (certain and not (absent and here.cycle.unclean)):
                 # Whether the scale has changed decides how bad an older one is, each time.
                 recorder.once(key, event, again=wrong == "older")
             elif not recorder.looking:
@@ -571,7 +611,7 @@ class Ledger:
             here.in_use = max(0, here.in_use - 1)
         if here.scaler_step is not None and here.scaler_step[1] is optimizer:
             return  # the scaler's own step ends after it
-        plain = not here.scale_met and all(g.state.kind is Kind.PLAIN for g in self.present(optimizer))
+        plain = not here.cycle.scale_met and all(g.state.kind is Kind.PLAIN for g in self.present(optimizer))
         self.used(here, Stepped(optimizer, False, None, plain))
 
     def used(self, here: Here, stepped: Stepped) -> None:
@@ -582,13 +622,11 @@ class Ledger:
         if self._recorder.looking and not here.depth:
             self.written(gradients)  # whatever the optimizer did to them is no news
         move(gradients, Cause.USED)
-        region = self.region()
-        for gradient in gradients if region and not stepped.skipped else ():
-            gradient.stepped_in = region
+        for gradient in () if stepped.skipped else gradients:
+            gradient.stepped_in = here.cached_in
         here.open = any(gradient.state.fresh for gradient in self.gradients)
-        here.pending.clear()
-        here.scale_met = here.inferred = here.unclean = False
         self._recorder.tell(stepped)
+        here.cycle = Cycle()
 
     def written(self, gradients: Sequence[Gradient], *, ending: bool = False, alike: bool = False) -> None:
         """What was written to gradients just now is known.
@@ -643,13 +681,13 @@ class Ledger:
     def wait(self, constant: float, event: PrecisionRule) -> None:
         """What was done to gradients is wrong if a constant that their loss was multiplied by is a scale."""
         if constant:
-            self.here.pending.append((constant, lambda: self._recorder.emit(event)))
+            self.here.cycle.pending.append((constant, event))
 
     def settle(self, factor: float) -> None:
         """Gradients are multiplied by hand: if it undoes a constant, what was done before is wrong."""
-        for constant, emit in self.here.pending:
+        for constant, event in self.here.cycle.pending:
             if abs(constant * factor - 1) < NEAR:
-                emit()
+                self._recorder.emit(event)
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -716,13 +754,19 @@ class Tracker:
         self._recorder = recorder
         self._ledger = ledger
         self.set_up()
-        for kind in (Begins, Ended, Gave, Hooks, Hooked, Stepping, Stepped, Unscaled):
+        for kind in (Begins, Ended, Gave, Hooks, Hooked, Stepping, Stepped):
             listener = getattr(self, f"on_{kind.__name__.lower()}", None)
             if listener is not None:
                 recorder.on(kind, listener)
 
     def set_up(self) -> None:
         """Make what it keeps."""
+
+    def found(
+        self, rule: type[PrecisionRule], source: str | None = None, module: str = "", **what: Any
+    ) -> None:
+        """Something that may break a rule has happened, on the line that runs where no other is given."""
+        self._recorder.emit(rule(user_line() if source is None else source, module, **what))
 
     def patches(self) -> list[Patch]:
         """What of PyTorch's it runs around."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tilefit.precision.ledger import Begins, Stepped, Stepping, Tracker, scale_of
-from tilefit.precision.lines import user_line
 from tilefit.precision.rules.storage import LowPrecisionGradientSum, RankDrift
 from tilefit.precision.tensors import is_plain
 
@@ -38,7 +38,7 @@ class Ranks(Tracker):
 
     def set_up(self) -> None:
         self._before: tuple[Optimizer, _Report] | None = None
-        self._steps = self._data = self._same_data = self._passes = 0
+        self._steps = self._data = self._same_data = 0
         self._given_up = False
 
     def compare(self, stepped: Stepped, models: Sequence[torch.nn.Module], *, due: bool) -> None:
@@ -49,7 +49,7 @@ class Ranks(Tracker):
             models: The models given, whose communication hooks are looked at.
             due: Every rank looks at this step: only then may one wait for another.
         """
-        passes, self._passes = self._passes, 0
+        passes = len(self._ledger.here.cycle.passes)
         before, self._before = self._before, None
         if not due or self._given_up or not _several_ranks():
             return
@@ -58,10 +58,9 @@ class Ranks(Tracker):
 
         rank, ranks, step = dist.get_rank(), dist.get_world_size(), self._recorder.step
         for model in models:
-            place = user_line(), type(model).__name__
             for dtype in _compressed_to(model):
                 terms = ranks * max(1, passes)
-                self._recorder.emit(LowPrecisionGradientSum(*place, dtype=dtype, terms=terms))
+                self.found(LowPrecisionGradientSum, None, type(model).__name__, dtype=dtype, terms=terms)
         optimizer, scaler = stepped.optimizer, stepped.scaler
         held = before[1] if before is not None and before[0] is optimizer else self._held(optimizer)
         scale = 0.0 if scaler is None else scale_of(scaler)
@@ -90,7 +89,6 @@ class Ranks(Tracker):
         """A backward pass begins: its losses tell one rank's batch from another's."""
         if not self._recorder.looking:
             return
-        self._passes += 1
         if _several_ranks():
             values = [root for root in begins.roots if isinstance(root, Tensor) and is_plain(root)]
             self._data = hash((self._data, *map(_checksum, values)))
@@ -128,22 +126,21 @@ class Ranks(Tracker):
         if "shapes" in differing:
             self._recorder.cannot_check("parameters that ranks hold differently by design", "AMP023")
             return
-        place, ranks = (user_line(), type(optimizer).__name__), len(reports)
+        found = partial(self.found, RankDrift, None, type(optimizer).__name__, ranks=len(reports))
         for what in ("found_inf", "scale" if "scale" in differing else "steps"):
             if what in differing:
-                values = tuple(map(float, columns[what]))
-                self._recorder.emit(RankDrift(*place, what=what, ranks=ranks, by_rank=values))
+                found(what=what, by_rank=tuple(map(float, columns[what])))
         for what in ("parameters", "gradients")[: 1 if "parameters" in differing else 2]:
             for parameter, *sums in zip(self._comparable(optimizer), *columns[what], strict=True):
                 if len(set(sums)) > 1:
                     name = self._recorder.names.get(id(parameter))
                     name = name or f"a parameter of shape {list(parameter.shape)}"
-                    self._recorder.emit(RankDrift(*place, what=what, ranks=ranks, name=name))
+                    found(what=what, name=name)
                     break
         same = "data" not in differing and columns["data"][0] != 0
         self._same_data = self._same_data + 1 if same else 0
         if self._same_data == 2:
-            self._recorder.emit(RankDrift(*place, what="data", ranks=ranks))
+            found(what="data")
 
 
 def _several_ranks() -> bool:

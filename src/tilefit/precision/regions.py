@@ -3,60 +3,18 @@
 from __future__ import annotations
 
 import sys
-import threading
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilefit.precision import graph
-from tilefit.precision.ledger import Begins, Running, Stepped, Tracker, Unscaled
+from tilefit.precision.ledger import Begins, Region, Running, Stepped, Tracker
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patch, of_all
 from tilefit.precision.rules.autocast import BackwardInOtherDtype, EvalTrainMismatch, StaleWeightCache
 from tilefit.precision.rules.scaler import HalfWeightsUnderAutocast, ScalerWithBf16
 from tilefit.precision.tensors import HALF, name_of, parameters_of
-
-
-@dataclass(slots=True)
-class Region:
-    """An outermost autocast region: its number, a new one where the cache is cleared; the line that entered
-    it; and whether its cache is on."""
-
-    number: int
-    source: str
-    cache: bool
-
-
-@dataclass(slots=True)
-class Cycle:
-    """What has happened since the last step of any optimizer.
-
-    Attributes:
-        dtypes: Element types of the autocast regions entered with gradients on, outside of backward passes.
-        source: The line that entered the last of them.
-        fp16: fp16 gradients flowed through a graph that was looked at.
-        hand_scaled: A loss was multiplied by something that may be a scale made by hand.
-        backward_at: The line of the last backward pass.
-    """
-
-    dtypes: set[torch.dtype] = field(default_factory=set)
-    source: str = ""
-    fp16: bool = False
-    hand_scaled: bool = False
-    backward_at: str = ""
-
-
-class _Here(threading.local):
-    """What is open on a thread: regions, the outermost of them, and calls of ``Module.train``; and how many
-    regions it has entered."""
-
-    def __init__(self) -> None:
-        self.open: list[Any] = []
-        self.region: Region | None = None
-        self.cycle = Cycle()
-        self.in_train = self.entered = 0
 
 
 class Regions(Tracker):
@@ -67,17 +25,14 @@ class Regions(Tracker):
     """
 
     def set_up(self) -> None:
-        self._here = _Here()
-        self._numbers = 0
+        self._numbers = self._in_train = 0
         self.trained: set[torch.dtype] = set()
         self._evaluated: dict[nn.Module, list[Any]] = {}
-        self._ledger.region = self.cached_region
 
     def patches(self) -> list[Patch]:
         """What opens and closes regions, and begins an evaluation."""
-        autocast = torch.amp.autocast_mode.autocast
         return [
-            *of_all(autocast, __enter__=self._enter, __exit__=self._exit),
+            *of_all(torch.amp.autocast_mode.autocast, __enter__=self._enter, __exit__=self._exit),
             (torch, "clear_autocast_cache", self._clear),
             (nn.Module, "train", self._train),
         ]
@@ -90,91 +45,79 @@ class Regions(Tracker):
     # ---- regions ---------------------------------------------------------------------------
 
     def _enter(self, autocast: Any) -> Running:
-        here = self._here
+        here = self._ledger.here
+        cycle, dtype = here.cycle, autocast.fast_dtype
         if here.region is None:
             self._numbers += 1
             here.region = Region(self._numbers, user_line(), bool(autocast._cache_enabled))
         if autocast._enabled:
             here.entered += 1
             self._recorder.facts.update(("autocast", "half precision"))
-            cycle, dtype = here.cycle, autocast.fast_dtype
-            if self._ledger.here.depth:
-                if cycle.dtypes and dtype not in cycle.dtypes:
-                    types: dict[str, Any] = {"forward": _names(cycle.dtypes), "backward": name_of(dtype)}
-                    self._recorder.emit(BackwardInOtherDtype(user_line(), kind="region", name="", **types))
-            elif torch.is_grad_enabled():
+            if not here.depth and torch.is_grad_enabled():
                 cycle.dtypes.add(dtype)
                 cycle.source = here.region.source
                 self.trained.add(dtype)
-        here.open.append(autocast)
+            elif here.depth and cycle.dtypes and dtype not in cycle.dtypes:
+                types = {"forward": _names(cycle.dtypes), "backward": name_of(dtype)}
+                self.found(BackwardInOtherDtype, kind="region", name="", **types)
+        here.regions.append(autocast)
         yield
 
     def _exit(self, autocast: Any, *args: Any) -> Running:
-        here = self._here
-        if autocast in here.open:  # it may have been entered before the watch
-            here.open.remove(autocast)
-        if not here.open:
+        here = self._ledger.here
+        if autocast in here.regions:  # it may have been entered before the watch
+            here.regions.remove(autocast)
+        if not here.regions:
             here.region = None
         yield
 
     def _clear(self) -> Running:
         yield
-        if self._here.region is not None:
+        if (region := self._ledger.here.region) is not None:
             self._numbers += 1
-            self._here.region.number = self._numbers
-
-    def cached_region(self) -> int:
-        """The number of the present outermost region, 0 if there is none or its cache is off."""
-        region = self._here.region
-        return region.number if region is not None and region.cache else 0
+            region.number = self._numbers
 
     # ---- backward passes and steps ---------------------------------------------------------
 
     def on_begins(self, begins: Begins) -> None:
         """A backward pass begins: through weights that were stepped in this region?"""
-        region, here = self._here.region, begins.here
-        if region is not None and region.cache:
-            stepped = [g.parameter() for g in self._ledger.gradients if g.stepped_in == region.number]
+        here = begins.here
+        if here.region is not None and here.cached_in:
+            stepped = [g.parameter() for g in self._ledger.gradients if g.stepped_in == here.cached_in]
             stale = sum(map(_is_cached, stepped))
             if stale and graph.scan(begins.roots).dtypes & set(HALF):
-                self._recorder.emit(StaleWeightCache(region.source, parameters=stale))
+                self.found(StaleWeightCache, here.region.source, parameters=stale)
         if self._recorder.looking:
-            cycle, factor = self._here.cycle, here.chain.factor
-            cycle.backward_at = user_line()
             if torch.float16 in here.scan.dtypes:
                 self._recorder.facts.add("fp16")
-                cycle.fp16 = True
-            cycle.hand_scaled |= here.unknown or factor is None or factor > 1
+                here.cycle.fp16 = True
+            factor = here.chain.factor
+            here.cycle.hand_scaled |= here.unknown or factor is None or factor > 1
 
     def on_stepped(self, stepped: Stepped) -> None:
         """A cycle has ended."""
-        cycle, emit = self._here.cycle, self._recorder.emit
-        self._here.cycle = Cycle()
-        if stepped.plain and cycle.fp16 and not cycle.hand_scaled:
-            self._recorder.tell(Unscaled(cycle.backward_at))
         if not self._recorder.looking:
             return
+        cycle, parameters = self._ledger.here.cycle, parameters_of(stepped.optimizer)
         if stepped.scaler is not None and cycle.dtypes == {torch.bfloat16}:
-            emit(ScalerWithBf16(self._ledger.scaler(stepped.scaler).scaled_at))
-        parameters = parameters_of(stepped.optimizer)
+            self.found(ScalerWithBf16, self._ledger.scaler(stepped.scaler).scaled_at)
         if any(parameter.dtype in HALF for parameter in parameters):
             self._recorder.facts.update(("half-precision weights", "half precision"))
-        weights = [parameter for parameter in parameters if parameter.ndim >= 2 and parameter.requires_grad]
-        half = [parameter.dtype for parameter in weights if parameter.dtype in HALF]
+        weights = [p.dtype for p in parameters if p.ndim >= 2 and p.requires_grad]
+        half = [dtype for dtype in weights if dtype in HALF]
         if cycle.dtypes and 2 * len(half) > len(weights):
-            place, dtype = (cycle.source, type(stepped.optimizer).__name__), name_of(half[0])
-            emit(HalfWeightsUnderAutocast(*place, dtype=dtype, half=len(half), weights=len(weights)))
+            name, what = type(stepped.optimizer).__name__, {"half": len(half), "weights": len(weights)}
+            self.found(HalfWeightsUnderAutocast, cycle.source, name, dtype=name_of(half[0]), **what)
 
     # ---- evaluation ------------------------------------------------------------------------
 
     def _train(self, model: nn.Module, mode: bool = True) -> Running:
-        here = self._here
-        here.in_train += 1
+        self._in_train += 1
         try:
             yield
         finally:
-            here.in_train -= 1
-        if not here.in_train and not torch.compiler.is_compiling():
+            self._in_train -= 1
+        if not self._in_train and not torch.compiler.is_compiling():
             (self._unhook if mode else self._hook)(model)
 
     def _hook(self, model: nn.Module) -> None:
@@ -188,11 +131,11 @@ class Regions(Tracker):
         before: list[int] = []
 
         def entered(module: nn.Module, args: Any) -> None:
-            before.append(self._here.entered)
+            before.append(self._ledger.here.entered)
 
         def left(module: nn.Module, args: Any, output: Any) -> None:
             # A model that enters regions of its own does so in training too.
-            if not before or self._here.entered == before.pop():
+            if not before or self._ledger.here.entered == before.pop():
                 self._judge_evaluation(model)
 
         self._evaluated[model] = [
@@ -209,12 +152,12 @@ class Regions(Tracker):
             return
         if not self._ledger.followed(model.parameters()):
             return
-        active = [autocast.fast_dtype for autocast in self._here.open if autocast._enabled]
+        active = [autocast.fast_dtype for autocast in self._ledger.here.regions if autocast._enabled]
         weights = (p.dtype for p in model.parameters() if p.is_floating_point())
         dtype = active[-1] if active else next(weights, torch.float32)
         if dtype not in self.trained:
-            types: dict[str, Any] = {"training": _names(self.trained), "evaluation": name_of(dtype)}
-            self._recorder.emit(EvalTrainMismatch(user_line(), type(model).__name__, **types))
+            types = {"training": _names(self.trained), "evaluation": name_of(dtype)}
+            self.found(EvalTrainMismatch, None, type(model).__name__, **types)
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

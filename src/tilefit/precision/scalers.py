@@ -49,7 +49,7 @@ class Scalers(Tracker):
     def _scale(self, scaler: Any, outputs: Any) -> Running:
         if not enabled(scaler):
             if getattr(scaler, "_device", "") == "cuda" and not torch.cuda.is_available():
-                self._ledger.here.scale_met = True  # on a GPU there would be one
+                self._ledger.here.cycle.scale_met = True  # on a GPU there would be one
                 what = "the gradient scaler, which is off without CUDA: --gpu NAME emulates a GPU"
                 self._recorder.cannot_check(what, *_OF_SCALERS)
             return
@@ -135,9 +135,8 @@ class Scalers(Tracker):
         scale, bad = scale_of(scaler), known.bad_losses >= MANY_SKIPS - 1
         if bad or scale < 1:
             self._recorder.look_soon = True
-            finite, skipped = False if bad else None, known.skipped
-            event = ScaleCollapse(known.scaled_at, scale=scale, skipped=skipped, loss_finite=finite)
-            self._recorder.emit(event)
+            what = {"scale": scale, "skipped": known.skipped, "loss_finite": False if bad else None}
+            self.found(ScaleCollapse, known.scaled_at, **what)
 
     @contextmanager
     def _explained(self, method: str, optimizer: Optimizer | None) -> Iterator[None]:
@@ -191,9 +190,9 @@ class Checkpoints(Tracker):
         """What was saved and loaded since the last step is complete now."""
         used = [known for scaler, known in self._ledger.scalers if scaler._enabled and known.scaled_at]
         if self._saved_at and not self._scaler_saved and used:
-            self._recorder.emit(ScalerNotRestored(self._saved_at, what="saved"))
+            self.found(ScalerNotRestored, self._saved_at, what="saved")
         if self._loaded_at and used and not any(known.loaded for known in used):
-            self._recorder.emit(ScalerNotRestored(self._loaded_at, what="loaded"))
+            self.found(ScalerNotRestored, self._loaded_at, what="loaded")
         self._saved_at, self._scaler_saved, self._loaded_at = "", False, ""
 
 
@@ -230,9 +229,8 @@ class Schedules(Tracker):
         # A scheduler that steps once in many steps counts epochs, not steps.
         if since == 1 and steps["last"]:
             steps["skipped"] += 1
-            place = user_line(), type(optimizer).__name__
-            what = ScheduleAdvancesOnSkip(*place, skipped=steps["skipped"], steps=steps["all"])
-            self._recorder.emit(what)
+            what = {"skipped": steps["skipped"], "steps": steps["all"]}
+            self.found(ScheduleAdvancesOnSkip, None, type(optimizer).__name__, **what)
 
 
 def _holds(obj: Any, is_it: Callable[[Any], bool], depth: int = _DEPTH) -> bool:

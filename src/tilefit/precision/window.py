@@ -263,7 +263,7 @@ class Window(Tracker, Observer):
 
     def _note_product(self, gradients: list[Gradient], by: float) -> None:
         for gradient in gradients:
-            self._ledger.here.multiplied[id(gradient)] *= by
+            self._ledger.here.cycle.multiplied[id(gradient)] *= by
 
     def _divided(self, gradients: list[Gradient], scale: float) -> None:
         """The user's own code divides gradients by a scale."""
@@ -329,7 +329,7 @@ class Window(Tracker, Observer):
         derived.source = derived.source or (user_line() if derived.degree == 1 else "")
         cause = self._judge(derived)
         if derived.factor != 1 and derived.degree == 1 and cause is Cause.KEPT:
-            self._ledger.here.multiplied[id(derived)] *= derived.factor
+            self._ledger.here.cycle.multiplied[id(derived)] *= derived.factor
         return cause
 
     def _accept(self, gradients: list[Gradient], cause: Cause) -> None:
