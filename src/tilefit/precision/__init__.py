@@ -4,7 +4,7 @@
     ...     train()
     >>> print(w.report())  # doctest: +SKIP
 
-Its parts: trackers (``ledger``, ``regions``, ``window``, ``shadow``, ``movement``, ``ranks``, …) observe a
+Its parts: trackers (``ledger``, ``regions``, ``window``, ``numerics``, ``movement``, ``ranks``, …) observe a
 run and say what happened as plain data (``events``); ``rules`` judge the data. Only the trackers import
 torch.
 """

@@ -25,14 +25,13 @@ from tilefit.precision.gradients import WIDTH, WITNESSES, Gradient
 from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, Tracker
 from tilefit.precision.look import Look, Observer, Observers, Statistics
 from tilefit.precision.movement import Accumulators, Weights
-from tilefit.precision.non_finite import Origin, is_finite
+from tilefit.precision.numerics import Origin, Shadows, is_finite
 from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.regions import Regions, is_compiled
 from tilefit.precision.rules import all_rules
 from tilefit.precision.scalers import Checkpoints, Scalers, Schedules
-from tilefit.precision.shadow import Shadows
 from tilefit.precision.tensors import has_values, name_of, sampled, stands_for_another
 from tilefit.precision.window import Window
 from tilefit.report.watched import CANNOT, CHECKED, INAPPLICABLE, Check, Watched

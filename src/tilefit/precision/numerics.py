@@ -1,4 +1,5 @@
-"""Shadow operations: half-precision arithmetic repeated in fp32 on samples of its own input.
+"""Arithmetic that goes wrong on the data seen: half-precision operations are repeated in fp32 on samples of
+their own input; and where inf and NaN come from, in one step with every operation checked.
 
 Nothing waits for the device while the step runs: what was measured stays there, and is read once at its end.
 """
@@ -6,7 +7,8 @@ Nothing waits for the device while the step runs: what was measured stays there,
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +16,15 @@ from torch import Tensor, nn
 
 from tilefit.precision.ledger import Tracker
 from tilefit.precision.look import FORWARD, OPEN, RECOMPUTED, Call, Observer
-from tilefit.precision.rules import PrecisionRule
+from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules.base import SIGNIFICAND_BITS
-from tilefit.precision.rules.numerics import IntegerCollapse, MaskOverflow, NormOverflow, ReductionInHalf
+from tilefit.precision.rules.numerics import (
+    IntegerCollapse,
+    MaskOverflow,
+    NonFiniteOrigin,
+    NormOverflow,
+    ReductionInHalf,
+)
 from tilefit.precision.tensors import HALF, Notes, has_values, is_plain, name_of, sampled, tensors_in
 
 #: Elements looked at of an operation's input, and of a table of integers.
@@ -30,15 +38,7 @@ CALLS = 2
 _EPS = {dtype: torch.finfo(dtype).eps for dtype in HALF}
 _SMALLEST = {dtype: torch.finfo(dtype).smallest_normal for dtype in HALF}
 
-_POINTWISE: dict[str, Callable[..., Tensor]] = {
-    "pow": torch.pow,
-    "square": torch.square,
-    "exp": torch.exp,
-    "log": torch.log,
-    "rsqrt": torch.rsqrt,
-    "sqrt": torch.sqrt,
-    "reciprocal": torch.reciprocal,
-}
+_POINTWISE = frozenset("pow square exp log rsqrt sqrt reciprocal".split())
 #: What is made of sums by these is still repeated in fp32; and what makes much of how they were rounded.
 _CHAIN = frozenset("pow square mul sub rsub add neg abs clamp clamp_min div sqrt".split())
 _ROOTS = frozenset("sqrt rsqrt reciprocal".split())
@@ -50,7 +50,7 @@ _PASSING = frozenset(
 )
 _NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 #: What an operation that was repeated is judged by.
-_FIGURES = ("operation", "dtype", "overflowed", "vanished", "error_ulp", "largest")
+_FIGURES = ("overflowed", "vanished", "error_ulp", "largest")
 _REDUCTIONS = frozenset(
     "sum mean var var_mean norm linalg_vector_norm cumsum prod logsumexp _softmax _log_softmax".split()
 )
@@ -80,8 +80,8 @@ class Shadows(Tracker, Observer):
     phases = (FORWARD, OPEN, RECOMPUTED)
 
     def set_up(self) -> None:
-        #: Measurements on the device, and what each shows.
-        self._pending: list[tuple[Tensor, Callable[[list[float]], PrecisionRule | None]]] = []
+        #: Measurements on the device, and what says what they show.
+        self._pending: list[tuple[Tensor, Callable[[list[float]], None]]] = []
         self._calls: Counter[tuple[str, str]] = Counter()
         #: The first rows of sums, and of what is made of sums, in fp32 from the start; and the line of a
         #: difference, which loses digits.
@@ -122,12 +122,9 @@ class Shadows(Tracker, Observer):
         for kept in (self._pending, self._calls, self._wide, self._masks, self._tables):
             kept.clear()
         for same in by_device.values():
-            read = torch.cat([numbers for numbers, _ in same]).tolist()
+            read = iter(torch.cat([numbers for numbers, _ in same]).tolist())
             for numbers, shows in same:
-                event = shows(read[: numbers.numel()])
-                read = read[numbers.numel() :]
-                if event is not None:
-                    self._recorder.emit(event)
+                shows(list(islice(read, numbers.numel())))
 
     def met(self, model: nn.Module) -> None:
         """Look for tables of whole numbers among a model's half-precision buffers that have merged already.
@@ -137,15 +134,15 @@ class Shadows(Tracker, Observer):
         for name, buffer in model.named_buffers():
             if buffer.dtype not in HALF or not is_plain(buffer):
                 continue
-            exact = 2 ** SIGNIFICAND_BITS[name_of(buffer.dtype)]
             values = buffer.detach().reshape(-1)[:SAMPLE].float()
-            if values.numel() <= exact or values.abs().max() <= exact:
+            steps, number = values.diff(), values.numel()
+            largest = float(values.abs().max()) if number else 0.0
+            if min(number, largest) <= 2 ** SIGNIFICAND_BITS[name_of(buffer.dtype)]:
                 continue
-            steps = values.diff()
             if bool((values == values.floor()).all() & (steps >= 0).all() & (steps == 0).any()):
-                largest, left = float(values.abs().max()), int((steps > 0).sum()) + 1
-                what: dict[str, Any] = {"dtype": name_of(buffer.dtype), "integral": True, "largest": largest}
-                self._recorder.emit(IntegerCollapse("", name, before=values.numel(), after=left, **what))
+                what = {"dtype": name_of(buffer.dtype), "integral": True, "largest": largest}
+                left = int((steps > 0).sum()) + 1
+                self.found(IntegerCollapse, "", name, before=number, after=left, **what)
 
     # ---- shadow operations -----------------------------------------------------------------
 
@@ -156,15 +153,13 @@ class Shadows(Tracker, Observer):
             return
         known = self._wide.of(x) if call.name in _ROOTS or call.name == "log" else None
         if known is not None:
-            exact, got = _POINTWISE[call.name](known[0]), _head(out, known[0]).float()
+            exact, got = call.func(known[0]), _head(out, known[0])
             what = f"{call.name} of rounded values"
-            self._compare(call, exact, got, out.dtype, what, chain=True, source=known[1])
+            self._compare(call, exact, got, what, chain=True, source=known[1])
             return
         if x.stride() != out.stride():
             x, out = x.contiguous(), out.contiguous()
-        sample, got = sampled(x, SAMPLE), sampled(out, SAMPLE)
-        wide = _POINTWISE[call.name](sample.float(), *call.args[1:])
-        self._compare(call, wide, got.float(), out.dtype)
+        self._compare(call, call.func(sampled(x, SAMPLE).float(), *call.args[1:]), sampled(out, SAMPLE))
 
     def _sigmoid(self, call: Call, x: Tensor, out: Tensor) -> None:
         if self._counts(call):
@@ -175,8 +170,8 @@ class Shadows(Tracker, Observer):
         other = call.args[1]
         same = isinstance(other, Tensor) and other.shape == x.shape == out.shape and other.dtype in HALF
         if same and x.stride() == other.stride() == out.stride() and self._counts(call):
-            factors = [sampled(factor, SAMPLE).float() for factor in (x, other)]
-            self._compare(call, factors[0] * factors[1], sampled(out, SAMPLE).float(), out.dtype, chain=True)
+            wide = sampled(x, SAMPLE).float() * sampled(other, SAMPLE).float()
+            self._compare(call, wide, sampled(out, SAMPLE), chain=True)
 
     def _chain(self, call: Call, out: Tensor) -> None:
         """Go on in fp32 with what was made of sums."""
@@ -196,14 +191,12 @@ class Shadows(Tracker, Observer):
         self._wide.note(out, (call.func(*args, **call.kwargs), source))
 
     def _reduction(self, call: Call, x: Tensor, out: Tensor) -> None:
-        if not self._counts(call):
-            return
-        part, kept = _rows(call, x, out)
-        if part is None or kept is None:
+        rows = _rows(call, x, out) if self._counts(call) else None
+        if rows is None:
             return
         kwargs = {k: v for k, v in call.kwargs.items() if k != "dtype"}
-        wide = call.func(part.float(), *call.args[1:], **kwargs)
-        self._compare(call, wide, kept.float(), out.dtype)
+        wide = call.func(rows[0].float(), *call.args[1:], **kwargs)
+        self._compare(call, wide, rows[1])
         if isinstance(wide, Tensor):
             self._wide.note(out, (wide, ""))
 
@@ -214,21 +207,20 @@ class Shadows(Tracker, Observer):
         pairs = [(x, out) for x, out in pairs if is_plain(x) and x.numel() and out.dtype == pairs[0][1].dtype]
         if pairs and pairs[0][1].dtype in HALF and self._counts(call):
             wide = [torch.linalg.vector_norm(x, order, dtype=torch.float32) for x, _ in pairs]
-            got = torch.stack([out for _, out in pairs])
-            self._compare(call, torch.stack(wide), got.float(), got.dtype)
+            self._compare(call, torch.stack(wide), torch.stack([out for _, out in pairs]))
 
     def _compare(
         self,
         call: Call,
         wide: Tensor,
-        got: Tensor,
-        dtype: torch.dtype,
+        out: Tensor,
         operation: str = "",
         *,
         chain: bool = False,
         source: str = "",
     ) -> None:
-        good = torch.isfinite(wide)
+        """See how far an operation's result is from what fp32 gives."""
+        got, dtype, good = out.float(), out.dtype, torch.isfinite(wide)
         overflowed = (good & ~torch.isfinite(got)).float().mean()
         vanished = ((got == 0) & (wide != 0) & good).float().mean()
         spacing = wide.abs().clamp_min(_SMALLEST[dtype]) * _EPS[dtype]
@@ -239,12 +231,12 @@ class Shadows(Tracker, Observer):
             vanished = torch.zeros_like(vanished)
         if chain:
             error = error * (error > (_CHAIN_ERROR_ULP if call.name in _ROOTS else float("inf")))
-        place, what = (source or call.source, call.module), (operation or call.name, name_of(dtype))
         rule = NormOverflow if call.name in _NORMS else ReductionInHalf
+        what = {"operation": operation or call.name, "dtype": name_of(dtype)}
+        place = source or call.source, call.module
 
-        def shows(read: list[float]) -> PrecisionRule:
-            figures: dict[str, Any] = dict(zip(_FIGURES, (*what, *read), strict=True))
-            return rule(*place, **figures)
+        def shows(read: list[float]) -> None:
+            self.found(rule, *place, **what, **dict(zip(_FIGURES, read, strict=True)))
 
         self._pending.append((torch.stack([overflowed, vanished, error, largest]), shows))
 
@@ -258,14 +250,11 @@ class Shadows(Tracker, Observer):
         terms = [t for t in call.tensors() if has_values(t) and t.device == out.device]
         finite = torch.stack([torch.isfinite(t.amin()) for t in terms]).all()
         flag = finite & torch.isneginf(out.amin())
-        sources: tuple[str, ...] = (call.source,)
-        index = flag.long() - 1
-        before = self._masks.first((first, *terms))
-        if before is not None:
-            # What overflowed earlier stays overflowed; the earlier line is to blame.
-            index = torch.where(before.first >= 0, before.first, torch.where(flag, len(before.sources), -1))
-            sources = before.sources + sources
-        self._masks.note(out, _Mask(index, sources, out.dtype))
+        before = self._masks.first((first, *terms)) or _Mask(flag.long() * 0 - 1, (), out.dtype)
+        # What overflowed earlier stays overflowed; the earlier line is to blame.
+        here = torch.where(flag, len(before.sources), -1)
+        index = torch.where(before.first >= 0, before.first, here)
+        self._masks.note(out, _Mask(index, (*before.sources, call.source), out.dtype))
 
     def _pass_on(self, call: Call, first: Tensor) -> None:
         """A view or a copy of a mask is one, and so is what a mask is updated to."""
@@ -280,9 +269,10 @@ class Shadows(Tracker, Observer):
         rows = torch.isneginf(scores).all(call.args[1]).sum()
         sources, dtype = known.sources, name_of(known.dtype)
 
-        def shows(read: list[float]) -> PrecisionRule | None:
+        def shows(read: list[float]) -> None:
             first, full = map(int, read)
-            return MaskOverflow(sources[first], dtype=dtype, rows=full) if first >= 0 else None
+            if first >= 0:
+                self.found(MaskOverflow, sources[first], dtype=dtype, rows=full)
 
         self._pending.append((torch.stack([known.first.float(), rows.float()]), shows))
 
@@ -305,41 +295,26 @@ class Shadows(Tracker, Observer):
         cast = ordered.to(out.dtype).double()
         row, axes = _along(x)
         steps = row.double().diff() if row.numel() > 1 else row.double()
-        numbers = torch.stack(
-            [
-                (values == values.floor()).all().double(),
-                (steps > 0).all().double() + (steps < 0).all().double(),
-                values.abs().max(),
-                (ordered.diff() > 0).sum().double() + 1,
-                (cast.diff() > 0).sum().double() + 1,
-                (cast != ordered).sum().double(),
-            ]
+        asked = (
+            *((values == values.floor()).all(), (steps > 0).all() | (steps < 0).all(), values.abs().max()),
+            *((ordered.diff() > 0).sum() + 1, (cast.diff() > 0).sum() + 1, (cast != ordered).sum()),
         )
         place, dtype = (call.source, call.module), name_of(out.dtype)
         (into,) = self._tables.note(out, [set()])
         # A batch of features holds whole numbers by accident; positions lie along an axis.
         many, line = axes > 1, row.numel() >= LINE
 
-        def shows(read: list[float]) -> PrecisionRule | None:
-            (integral, monotone, largest), counts = read[:3], map(int, read[3:])
-            before, after, rounded = counts
+        def shows(read: list[float]) -> None:
+            (integral, monotone, largest), (before, after, rounded) = read[:3], map(int, read[3:])
             beyond = integral and largest > exact and rounded
             merged = after < before and monotone
             # What only divides, or is an image, may be rounded.
-            if not (beyond or merged) or not into & (_ANGLES if integral else _TABLES):
-                return None
-            return IntegerCollapse(
-                *place,
-                dtype=dtype,
-                integral=bool(integral),
-                largest=largest,
-                before=before,
-                after=after,
-                rounded=rounded,
-                likely_data=many and not (monotone and line),
-            )
+            if (beyond or merged) and into & (_ANGLES if integral else _TABLES):
+                what = {"before": before, "after": after, "rounded": rounded, "largest": largest}
+                what |= {"integral": bool(integral), "likely_data": many and not (monotone and line)}
+                self.found(IntegerCollapse, *place, dtype=dtype, **what)
 
-        self._pending.append((numbers.float(), shows))
+        self._pending.append((torch.stack([number.float() for number in asked]), shows))
 
     def _use(self, call: Call) -> None:
         """Note what tables go into; what is made of one by scaling or reshaping it still is one."""
@@ -406,18 +381,91 @@ def _ends(x: Tensor) -> Tensor:
     return torch.cat([x[:rows].reshape(-1)[:RUN], x[-rows:].reshape(-1)[-RUN:]])
 
 
-def _rows(call: Call, x: Tensor, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _rows(call: Call, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor] | None:
     """Whole rows of a reduction's input and what belongs to them of its output, few enough to repeat."""
-    if out.ndim == 0 or x.ndim == 0 or x.ndim == 1:
-        return x, out
-    dims = call.args[1] if len(call.args) > 1 else None
-    if call.name in _NORMS:
-        dims = call.args[2] if len(call.args) > 2 else None
-    if isinstance(dims, int):
-        dims = [dims]
-    if not isinstance(dims, list | tuple) or not all(isinstance(dim, int) for dim in dims):
-        return (x, out) if x.numel() <= SAMPLE else (None, None)
-    if any(dim % x.ndim == 0 for dim in dims):
-        return (x, out) if x.numel() <= 16 * SAMPLE else (None, None)
-    keep = max(1, x.shape[0] * SAMPLE // x.numel())
-    return x[:keep], out[:keep]
+    place = 2 if call.name in _NORMS else 1
+    dims = call.args[place] if len(call.args) > place else None
+    dims = [dims] if isinstance(dims, int) else dims
+    if x.ndim > 1 and out.ndim and dims and all(dim % x.ndim for dim in dims):
+        keep = max(1, x.shape[0] * SAMPLE // x.numel())
+        return x[:keep], out[:keep]
+    return (x, out) if x.numel() <= 16 * SAMPLE or x.ndim <= 1 else None
+
+
+#: Operations that make or move values without computing: what they hold comes from elsewhere, or is meant.
+_INNOCENT = frozenset(
+    """full fill fill_ full_like empty empty_like new_full masked_fill masked_fill_ where scalar_tensor
+    zeros ones zeros_like ones_like new_zeros new_ones lift_fresh""".split()
+)
+
+
+class Origin(Observer):
+    """Finds the first operation that makes inf or NaN.
+
+    Args:
+        recorder: Where events go.
+        weights: The parameters, which may hold inf or NaN from the start.
+        backward: Backward operations count too; not while a scale is at work, whose overflows are normal.
+        armed: Say what is found. It may be armed as late as at the end of the step, once it is known that inf
+            or NaN did harm.
+    """
+
+    def __init__(self, recorder: Recorder, weights: Iterable[Tensor], *, backward: bool, armed: bool) -> None:
+        self.armed = armed
+        self._recorder = recorder
+        self._backward = backward
+        self._flags: Notes[Tensor] = Notes()
+        #: Of each result: whether its inputs and itself are finite, on the device; and where it was.
+        self._checked: list[tuple[list[Tensor], Tensor, NonFiniteOrigin]] = []
+        self._inputs: list[Tensor] = []
+        flags = [_finite(weight) for weight in weights if has_values(weight)]
+        self._weights = torch.stack([flag.cpu() for flag in flags]).all() if flags else None
+
+    def wants(self, func: Any, name: str) -> bool:
+        return True
+
+    def before(self, call: Call) -> None:
+        # Now, as the operation may write to them.
+        self._inputs = [
+            _finite(tensor) if (flag := self._flags.of(tensor)) is None else flag
+            for tensor in call.tensors()
+            if has_values(tensor)
+        ]
+
+    def after(self, call: Call) -> None:
+        for tensor in call.targets:
+            self._flags.pop(id(tensor), None)
+        if call.backward and not (self._backward or call.look.recomputes):
+            return
+        phase = "backward" if call.backward else "forward"
+        for out in tensors_in([call.out]):
+            if has_values(out):
+                flag = self._flags.note(out, _finite(out))
+                if call.name not in _INNOCENT:
+                    place, dtype = (call.source, call.module), name_of(out.dtype)
+                    event = NonFiniteOrigin(*place, operation=call.name, phase=phase, dtype=dtype)
+                    self._checked.append((self._inputs, flag, event))
+
+    def end(self) -> None:
+        if self.armed and self._weights is not None and not bool(self._weights):
+            self._recorder.emit(NonFiniteOrigin(operation="weights"))
+        elif self.armed:
+            # In order, so the first is the origin; waiting operation by operation is what such a step is for.
+            origins = (
+                event for inputs, out, event in self._checked if not bool(out) and all(map(bool, inputs))
+            )
+            for event in islice(origins, 1):
+                self._recorder.emit(event)
+        self._flags.clear()
+        self._checked.clear()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite; waits for the device."""
+    return not has_values(tensor) or bool(_finite(tensor))
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """Whether all values are finite, without a mask in between: an aminmax lets NaN through."""
+    low, high = tensor.detach().aminmax()
+    return torch.isfinite(low) & torch.isfinite(high)
