@@ -284,13 +284,7 @@ class UpdateMisplaced(WrongDivision, code="AMP005", severity=ERROR, needs=_SCALE
         return self.alarm(message, f"they become {inverse(self.scale)} of their size: {reason}")
 
 
-class MixedAccumulation(
-    WrongDivision,
-    code="AMP006",
-    severity=ERROR,
-    needs=_SCALE,
-    limit="a penalty that is differentiated from a scaled loss and not divided by the scale",
-):
+class MixedAccumulation(WrongDivision, code="AMP006", severity=ERROR, needs=_SCALE):
     """A gradient is the sum of parts that carry different scales.
 
     What it sees: The gradients that one `unscale_` or step consumes come from backward passes with and
@@ -323,6 +317,7 @@ class MixedAccumulation(
     """
 
     title = "scaled and unscaled gradients are mixed"
+    limit = "a penalty that is differentiated from a scaled loss and not divided by the scale"
     fix = "Add the losses first and scale the sum: scaler.scale(loss1 + loss2)."
 
     def judge(self) -> Alarm:

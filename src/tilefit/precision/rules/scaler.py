@@ -45,12 +45,7 @@ class ScalerWithBf16(PrecisionRule, code="AMP008", needs=("loss scale",)):
         )
 
 
-class ScalerNotRestored(
-    PrecisionRule,
-    code="AMP020",
-    needs=("loss scale",),
-    limit="what a resumed run does otherwise: tilefit.precision.check_resume replays it",
-):
+class ScalerNotRestored(PrecisionRule, code="AMP020", needs=("loss scale",)):
     """A checkpoint holds the optimizer's state and not the scaler's.
 
     What it sees: `torch.save` or `torch.distributed.checkpoint.save` of something that holds an optimizer's
@@ -74,6 +69,7 @@ class ScalerNotRestored(
     """
 
     title = "the scaler is missing from a checkpoint"
+    limit = "what a resumed run does otherwise: tilefit.precision.check_resume replays it"
     fix = "Save and load everything a step changes: model, optimizer, scaler, scheduler, averages."
 
     #: An optimizer's state was ``saved`` or ``loaded``, and that of the scaler that steps it was not; or a

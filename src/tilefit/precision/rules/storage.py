@@ -31,15 +31,15 @@ class Movement(PrecisionRule):
     #: actual · intended / intended²: 1 healthy, 0 lost.
     projection: float
 
-    def lost(self, message: str, threshold: str, over: str, severity: str = "") -> Alarm | None:
-        """What is wrong where most of the movement is lost; the texts name what is left of it, the share of a
-        value that a change must have, and the projection."""
+    def lost(self, subject: str, severity: str = "") -> Alarm | None:
+        """What is wrong where most of the movement is lost."""
         if self.projection >= LOST:
             return None
-        made, bits = share(max(0.0, self.projection)), SIGNIFICAND_BITS[self.dtype] + 1
-        words = {"made": made, "bits": bits, "part": 2**bits, "projection": figure(self.projection)}
-        texts = (text.format(**words, dtype=self.dtype) for text in (message, threshold, over))
-        return self.alarm(*texts, severity=severity)
+        part, made = 2 ** (SIGNIFICAND_BITS[self.dtype] + 1), share(max(0.0, self.projection))
+        message = f"{subject} {made} of the change intended, over {self.steps} steps"
+        rounded = f"a change below 1/{part} of a value is rounded away in {self.dtype}"
+        projection = f"projection on fp32: {figure(self.projection)}, on {self.number} values"
+        return self.alarm(message, rounded, projection, severity=severity)
 
 
 class UpdateBelowUlp(Movement, code="AMP013", needs=("half-precision weights",), values=True):
@@ -78,12 +78,8 @@ class UpdateBelowUlp(Movement, code="AMP013", needs=("half-precision weights",),
     by_hand: bool = False
 
     def judge(self) -> Alarm | None:
-        return self.lost(
-            f"{{dtype}} weights make {{made}} of the movement the optimizer intends, over {self.steps} steps",
-            "an update below |w| / 2^{bits} = |w| / {part} does not change a {dtype} weight",
-            f"projection on the same optimizer in fp32: {{projection}}, on {self.number} values",
-            severity=WARNING if self.steps >= ENOUGH and not self.by_hand else NOTE,
-        )
+        severity = WARNING if self.steps >= ENOUGH and not self.by_hand else NOTE
+        return self.lost(f"{self.dtype} weights make", severity)
 
 
 class OptimizerStateInHalf(PrecisionRule, code="AMP014", needs=("half-precision weights",)):
@@ -134,13 +130,7 @@ class OptimizerStateInHalf(PrecisionRule, code="AMP014", needs=("half-precision 
         return self.alarm(message, *lost, severity=severity) if lost else None
 
 
-class HalfAccumulator(
-    Movement,
-    code="AMP015",
-    closely=True,
-    values=True,
-    limit="a sum that stalls only later than the steps watched",
-):
+class HalfAccumulator(Movement, code="AMP015", closely=True, values=True):
     """A running average or sum in half precision no longer changes.
 
     What it sees: A half-precision tensor that is no parameter and that several steps change, in place through
@@ -165,22 +155,14 @@ class HalfAccumulator(
     """
 
     title = "a half-precision average stops moving"
+    limit = "a sum that stalls only later than the steps watched"
     fix = "Keep running sums and averages in fp32."
 
     def judge(self) -> Alarm | None:
-        return self.lost(
-            "a {dtype} tensor that is updated in place makes {made} of the change intended",
-            "a change below 1/{part} of a value is rounded away in {dtype}",
-            f"projection on fp32: {{projection}}, over {self.steps} steps",
-        )
+        return self.lost(f"a {self.dtype} tensor that is updated in place makes")
 
 
-class AccumulationNotAveraged(
-    PrecisionRule,
-    code="AMP018",
-    needs=("accumulation",),
-    limit="whether a last, shorter accumulation is divided by its own length",
-):
+class AccumulationNotAveraged(PrecisionRule, code="AMP018", needs=("accumulation",)):
     """The losses of several micro-batches are added up without dividing by their number, or divided twice.
 
     What it sees: Several backward passes per step, each from a loss that is a mean, multiplied by 1 (not
@@ -207,6 +189,7 @@ class AccumulationNotAveraged(
     """
 
     title = "accumulated losses are not averaged"
+    limit = "whether a last, shorter accumulation is divided by its own length"
 
     #: Backward passes that feed one step, and what each loss was multiplied by.
     passes: int
