@@ -36,8 +36,7 @@ from tilefit.precision.tensors import has_values, name_of, sampled, stands_for_a
 from tilefit.precision.window import Window
 from tilefit.report.watched import CANNOT, CHECKED, INAPPLICABLE, Check, Watched
 from tilefit.rules.finding import Alarm
-from tilefit.rules.registry import choose, pages
-from tilefit.version import __version__
+from tilefit.rules.registry import choose
 
 if TYPE_CHECKING:
     from typing import Self
@@ -230,16 +229,13 @@ class Watch:
             *self._stepped,
         )
         unchecked, operations = self._recorder.unchecked.items(), self._statistics.table()
-        return Watched(
-            title=title or ", ".join(names) or "training",
+        return self._recorder.report(
+            title or ", ".join(names) or "training",
             setup=setup,
             steps=self.steps,
-            findings=self.alarms,
             tables=(*self._exponents.tables(), *([operations] if operations.rows else [])),
             unchecked=tuple(f"{', '.join(codes)}: {what}" if codes else what for what, codes in unchecked),
             checks=tuple(self._checks()),
-            version=__version__,
-            rules=pages((alarm.code for alarm in self.alarms), all_rules()),
         )
 
     def _checks(self) -> Iterator[Check]:
