@@ -156,17 +156,16 @@ class Statistics:
     def table(self) -> Table:
         """The floating-point operations, the most frequent first; no rows where none was seen."""
         rows = {
-            key: floating
+            key: {name_of(dtype): number for dtype, number in counts.items() if dtype.is_floating_point}
             for key, counts in self._counts.items()
-            if (floating := {name_of(d): n for d, n in counts.items() if d.is_floating_point})
         }
         types = sorted({dtype for row in rows.values() for dtype in row})
-        ordered = sorted(rows.items(), key=lambda item: -sum(item[1].values()))
+        ordered = sorted(filter(rows.get, rows), key=lambda key: -sum(rows[key].values()))
         return Table(
             "Operations by element type, on the steps looked at closely; going backward, nodes of the "
             "autograd graph by the gradient given to them",
             ("operation", "phase", *types),
-            tuple((*key, *(str(row.get(dtype, "")) for dtype in types)) for key, row in ordered),
+            tuple((*key, *(str(rows[key].get(dtype, "")) for dtype in types)) for key in ordered),
         )
 
 
@@ -174,8 +173,6 @@ _Listeners = tuple[Callable[[Call], None], ...]
 #: What runs an operation, its name, what is called before and after it, and how often it had which element
 #: type.
 _Plan = tuple[Callable[..., Any], str, _Listeners, _Listeners, Counter[torch.dtype]]
-#: What hooks a node.
-_Hooks = tuple[Callable[[Any], RemovableHandle | None], ...]
 
 
 class Observers:
@@ -192,32 +189,26 @@ class Observers:
         self.ran = [observer.ran for observer in self.all if type(observer).ran is not Observer.ran]
         #: By phase and by ``id`` of the operation: these live on, and their own hash is computed in Python.
         self.plans: tuple[dict[int, _Plan], ...] = tuple({} for _ in PHASES)
-        self.hooks: dict[graph.Kind, _Hooks] = {}
+        #: Who hooks the nodes of a kind.
+        self.hooks: dict[graph.Kind, list[Observer]] = {}
 
     def plan(self, func: Any, phase: int) -> _Plan:
         """Whom to call for an operation that runs in a phase for the first time."""
         name = func._schema.name.rpartition("::")[2]
-        wanted = [
-            observer for observer in self.all if phase in observer.phases and observer.wants(func, name)
-        ]
+        wanted = [one for one in self.all if phase in one.phases and one.wants(func, name)]
         before = tuple(one.before for one in wanted if type(one).before is not Observer.before)
+        after = tuple(one.after for one in wanted)
         counts = self.statistics.of(name, _COUNTED[phase]) if phase in _COUNTED else Counter()
-        plan = self.plans[phase][id(func)] = (
-            func._op,
-            name,
-            before,
-            tuple(one.after for one in wanted),
-            counts,
-        )
+        plan = self.plans[phase][id(func)] = (func._op, name, before, after, counts)
         return plan
 
-    def hooks_for(self, node: Any, kind: graph.Kind) -> _Hooks:
-        """What hooks the nodes of a kind."""
-        found = self.hooks.get(kind)
-        if found is None:
-            found = tuple(observer.hook for observer in self.all if observer.wants_node(node, kind))
-            self.hooks[kind] = found
-        return found
+    def hook(self, node: Any, kind: graph.Kind) -> Iterator[RemovableHandle]:
+        """Have a node hooked by those that want its kind."""
+        if kind not in self.hooks:
+            self.hooks[kind] = [observer for observer in self.all if observer.wants_node(node, kind)]
+        for observer in self.hooks[kind]:
+            if (handle := observer.hook(node)) is not None:
+                yield handle
 
 
 class _Running(threading.local):
@@ -246,18 +237,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             half-precision scalars.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        ledger: Ledger,
-        observers: Observers,
-        *,
-        thorough: bool,
-    ) -> None:
+    def __init__(self, recorder: Recorder, ledger: Ledger, observers: Observers, *, thorough: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-        self._ledger = ledger
-        self._observers = observers
+        self._recorder, self._ledger, self._observers = recorder, ledger, observers
         self._thorough = thorough
         self._lines: dict[int, str] = {}
         self._running = _Running()
@@ -427,9 +409,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = graph.Scan()
         for node, kind in islice(graph.nodes(roots, inputs), graph.MOST):
             found.add(node, kind)
-            for hook in self._observers.hooks_for(node, kind):
-                if (handle := hook(node)) is not None:
-                    ends.callback(handle.remove)
+            for handle in self._observers.hook(node, kind):
+                ends.callback(handle.remove)
             if inputs:
                 ends.callback(node.register_prehook(lambda _, kind=kind: ran.append(kind)).remove)
         return found
@@ -472,9 +453,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._recorder.tell(Hooks(parameter, gradient))
                 result = hook(value)
                 self._recorder.tell(Hooked(parameter, gradient, result if gradient is value else gradient))
+                return result
         finally:
             self._running.hook = False
-        return result
 
     # ---- operations ------------------------------------------------------------------------
 
