@@ -361,7 +361,6 @@ class Ledger:
             (torch.autograd, "_engine_run_backward", self._backward),
             (Optimizer, "zero_grad", self._zero_grad),
             (torch.nn.Module, "zero_grad", self._zero_grad),
-            (Optimizer, "add_param_group", self._add_param_group),
             (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clip),
         ]
 
@@ -646,21 +645,17 @@ class Ledger:
         if sampled:
             sample(gradients)
 
-    def _add_param_group(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
-        yield
-        if not self.here.in_use:  # one made within a step is the step's own
-            self.adopt(optimizer)
-
     def _zero_grad(self, owner: Any, set_to_none: bool = True) -> Running:
+        if isinstance(owner, Optimizer):
+            self.adopt(owner)  # its gradients are known from the first backward pass on
         with self.here.at_work():
             yield
-        if set_to_none:
-            return  # that there is no gradient will be seen
-        module = isinstance(owner, torch.nn.Module)
-        known = self.followed(owner.parameters() if module else parameters_of(owner))
-        for gradient in known:
-            gradient.accept()
-        move(known, Cause.CLEARED)
+        if not set_to_none:  # else it will be seen that there is none
+            optimizer = isinstance(owner, Optimizer)
+            known = self.followed(parameters_of(owner) if optimizer else owner.parameters())
+            for gradient in known:
+                gradient.accept()
+            move(known, Cause.CLEARED)
 
     def _clip(self, parameters: Any, max_norm: float, *args: Any, **kw: Any) -> Running:
         here = self.here
@@ -669,11 +664,8 @@ class Ledger:
         self.observe(here)
         known = self.followed([parameters] if isinstance(parameters, Tensor) else list(parameters))
         present = [gradient for gradient in known if gradient.present]
-        self.judge(
-            present,
-            Cause.CLIPPED,
-            lambda marks: {"threshold": float(max_norm), "scale": self.scale_of(marks)},
-        )
+        limit = float(max_norm)
+        self.judge(present, Cause.CLIPPED, lambda marks: {"threshold": limit, "scale": self.scale_of(marks)})
         with here.at_work():
             yield
         self.written(present)

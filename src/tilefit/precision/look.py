@@ -136,8 +136,8 @@ class Observer:
 
 
 class Statistics:
-    """Counts operations by the element type of their first result, and what backward passes go through by
-    that of the gradient given to it."""
+    """Counts operations by the element type of their first result, and the nodes that whole backward passes
+    go through by that of the gradient given to them."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], Counter[torch.dtype]] = {}
@@ -162,8 +162,8 @@ class Statistics:
         types = sorted({dtype for row in rows.values() for dtype in row})
         ordered = sorted(filter(rows.get, rows), key=lambda key: -sum(rows[key].values()))
         return Table(
-            "Operations by element type, on the steps looked at closely; going backward, nodes of the "
-            "autograd graph by the gradient given to them",
+            "Operations by element type, on the steps looked at closely; of whole backward passes, nodes of "
+            "the autograd graph by the gradient given to them",
             ("operation", "phase", *types),
             tuple((*key, *(str(rows[key].get(dtype, "")) for dtype in types)) for key in ordered),
         )
@@ -385,14 +385,14 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outer = running.modules, running.pushed
         running.modules, running.pushed = [], False
         off = not self._thorough and self._switch_off()
-        ran: list[graph.Kind] = []
         try:
             with ExitStack() as ends:
                 self._hook_parameters(ends)
                 # Nothing may be read while a CUDA graph is captured.
-                scan = graph.scan(roots) if capturing() else self._hook(roots, inputs, ends, ran)
+                scan = graph.scan(roots) if capturing() else self._hook(graph.nodes(roots, inputs), ends)
                 yield scan
-                self._observers.statistics.passed(Counter(ran) if inputs else scan.nodes)
+                if not inputs:
+                    self._observers.statistics.passed(scan.nodes)
         finally:
             running.modules, running.pushed = outer
             if off or (self._paused and not _in_backward()):
@@ -402,17 +402,13 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if off:
                 self.switch_on()
 
-    def _hook(
-        self, roots: Sequence[Any], inputs: Sequence[Any], ends: ExitStack, ran: list[graph.Kind]
-    ) -> graph.Scan:
-        """Let the observers hook the nodes of a graph; to chosen inputs, note in ``ran`` those that run."""
+    def _hook(self, nodes: Iterable[tuple[Any, graph.Kind]], ends: ExitStack) -> graph.Scan:
+        """Let the observers hook the nodes of a graph."""
         found = graph.Scan()
-        for node, kind in islice(graph.nodes(roots, inputs), graph.MOST):
+        for node, kind in islice(nodes, graph.MOST):
             found.add(node, kind)
             for handle in self._observers.hook(node, kind):
                 ends.callback(handle.remove)
-            if inputs:
-                ends.callback(node.register_prehook(lambda _, kind=kind: ran.append(kind)).remove)
         return found
 
     @contextmanager

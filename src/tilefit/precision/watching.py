@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -72,7 +71,8 @@ class Watch:
     Args:
         model: The model, or several; found by itself where it is not given, but then without parameter names
             until it has run.
-        optimizer: The optimizer, or several. One made later, or not named, is found when it is made or steps.
+        optimizer: The optimizer, or several. One made later, or not named, is found when it clears gradients or
+            steps.
         scaler: The gradient scaler, or None. Named to learn that it is switched off; those in use are found.
         every: A close look at one step in this many, after the first four.
         numerics: Look closely at all; False leaves the bookkeeping alone.
@@ -103,18 +103,15 @@ class Watch:
                 raise UsageError(f"{name}={value} is not a number of steps", hint="Use 1 or more.")
         self._models = [model] if isinstance(model, nn.Module) else list(model or ())
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        self._given_scaler = scaler
-        self._every = every
-        self._numerics = numerics
-        self._last = steps
-        self._find_non_finite = find_non_finite
+        self._given_scaler, self._every, self._last = scaler, every, steps
+        self._numerics, self._find_non_finite = numerics, find_non_finite
         self._look: Look | None = None
         self._looks = 0
         self._origin: Origin | None = None
         self._losses_finite: list[Tensor] = []
         self._weights: list[tuple[float, ...]] = []
         self._primary: weakref.ref[Optimizer] | None = None
-        self._seek_origin = self._running = self._ended = self._compiled_seen = False
+        self._seek_origin = self._ended = self._compiled_seen = False
         self._frames_before = 0
         self._stepped: dict[str, None] = {}
         #: Called when the steps asked for have ended, and again where the loop goes on all the same.
@@ -145,10 +142,9 @@ class Watch:
         global _active
         if _active is not None:
             raise UsageError("another watch is running", hint="Leave it first: one at a time.")
-        if self._running or not self._patches.active:
+        if not self._patches.active:
             raise UsageError("this watch has ended", hint="Make a new one.")
         _active = self
-        self._running = True
         try:
             self._start()
         except BaseException:
@@ -183,9 +179,8 @@ class Watch:
     def stop(self) -> None:
         """End: everything is put back as it was. Does nothing where the watch has ended."""
         global _active
-        if not self._running:
+        if _active is not self:
             return
-        self._running = False
         _active = None
         self._finish_look()
         if self._look is not None:
@@ -198,9 +193,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
     # ---- results ---------------------------------------------------------------------------
