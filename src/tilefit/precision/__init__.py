@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch", "check_accumulation", "check_resume", "compare", "first_divergence", "watch"]
 
-_HOMES = {
-    "Watch": "watching",
-    "check_accumulation": "replay",
-    "check_resume": "replay",
-    "compare": "replay",
-    "first_divergence": "replay",
-    "watch": "watching",
-}
+_HOMES = {name: "watching" if name in ("Watch", "watch") else "replay" for name in __all__}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import log2
 from typing import Any
 
@@ -66,12 +65,12 @@ class Histogram:
             65504. The interval is empty where the lowest exceeds the highest. None where nothing but zeros
             was seen.
         """
-        exponents = sorted(self.counts)
-        if not exponents:
-            return None
-        below = accumulate(self.counts[exponent] for exponent in exponents)
-        kept = next(e for e, lost in zip(exponents, below, strict=True) if lost > TAIL * self.counts.total())
-        return SMALLEST - kept, LARGEST - HEADROOM - exponents[-1]
+        below, lost = 0, TAIL * self.counts.total()
+        for exponent in sorted(self.counts):
+            below += self.counts[exponent]
+            if below > lost:
+                return SMALLEST - exponent, LARGEST - HEADROOM - max(self.counts)
+        return None
 
 
 class Exponents(Tracker, Observer):
@@ -132,11 +131,21 @@ class Exponents(Tracker, Observer):
 
     def tables(self) -> list[Table]:
         """What loss scales the gradients seen allow, a table for each element type."""
-        return [
-            _table(name_of(dtype), histogram, *allowed)
-            for dtype, histogram in self.histograms.items()
-            if (allowed := histogram.scale_interval()) is not None
-        ]
+        tables = []
+        for dtype, seen in self.histograms.items():
+            if (allowed := seen.scale_interval()) is None:
+                continue
+            lowest, highest = allowed
+            advice = f"in fp16 a loss scale from 2^{lowest} to 2^{highest} fits them"
+            if lowest > highest:
+                advice = "no loss scale keeps 99 % of them above zero in fp16 and all below 65504: use bf16"
+            elif lowest <= 0 <= highest:
+                advice += "; 1 is among them, so they need none"
+            sizes = f"2^{min(seen.counts)} to 2^{max(seen.counts)}"
+            row = (name_of(dtype), str(seen.total), share(seen.zeros / seen.total), sizes, advice)
+            title = "Half-precision gradients, the loss scale divided out"
+            tables.append(Table(title, ("type", "values", "zero", "sizes", "advice"), (row,)))
+        return tables
 
     def end(self) -> None:
         carried = round(log2(self._recorder.scale or 1.0))
@@ -149,19 +158,3 @@ class Exponents(Tracker, Observer):
         self._step = max(1, -(-self._seen // OPERATIONS))
         self._first = (self._first + 1) % self._step
         self._seen = 0
-
-
-def _table(dtype: str, histogram: Histogram, lowest: int, highest: int) -> Table:
-    if lowest > highest:
-        advice = "no loss scale keeps 99 % of them above zero in fp16 and all of them below 65504: use bf16"
-    else:
-        advice = f"in fp16 a loss scale from 2^{lowest} to 2^{highest} fits them"
-        if lowest <= 0 <= highest:
-            advice += "; 1 is among them, so they need none"
-    zero = histogram.zeros / histogram.total
-    exponents = f"2^{min(histogram.counts)} to 2^{max(histogram.counts)}"
-    return Table(
-        "Half-precision gradients, the loss scale divided out",
-        ("type", "values", "zero", "sizes", "advice"),
-        ((dtype, str(histogram.total), share(zero), exponents, advice),),
-    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilefit.precision.marks import Mark
+from tilefit.precision.gradients import Mark
 from tilefit.precision.tensors import HALF
 
 #: Key in a node's metadata under which the ledger leaves its mark.

@@ -29,9 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision import graph
-from tilefit.precision.gradients import Gradient, move, sample
+from tilefit.precision.gradients import HAND, Cause, Gradient, Kind, Mark, State, move, sample
 from tilefit.precision.lines import user_line
-from tilefit.precision.marks import HAND, Cause, Kind, Mark, State
 from tilefit.precision.patches import Patch
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules import PrecisionRule

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from tilefit.precision.ledger import Begins, Stepped, Stepping, Tracker, scale_of
 from tilefit.precision.rules.storage import LowPrecisionGradientSum, RankDrift
-from tilefit.precision.tensors import is_plain
+from tilefit.precision.tensors import is_plain, parameters_of
 
 #: How long rank 0 waits for what the others say of a step.
 TIMEOUT_S = 20.0
@@ -104,10 +104,10 @@ class Ranks(Tracker):
 
     def _comparable(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters that every rank should hold alike."""
-        followed = [p for g in self._ledger.here.of[optimizer] if (p := g.parameter()) is not None]
-        found = [p for p in followed if is_plain(p) and not getattr(p, "tensor_model_parallel", False)]
-        if len(found) < len(followed):
-            what = f"{len(followed) - len(found)} sharded parameters, which ranks do not share"
+        every = parameters_of(optimizer)
+        found = [p for p in every if is_plain(p) and not getattr(p, "tensor_model_parallel", False)]
+        if len(found) < len(every):
+            what = f"{len(every) - len(found)} sharded parameters, which ranks do not share"
             self._recorder.cannot_check(what, "AMP023")
         return found
 

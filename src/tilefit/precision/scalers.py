@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tilefit.precision import graph
 from tilefit.precision.ledger import Running, Scaler, Stepped, Tracker, enabled, scale_of
 from tilefit.precision.lines import user_line
-from tilefit.precision.patches import Patch, of_all
+from tilefit.precision.patches import Around, Patch, of_all
 from tilefit.precision.rules.scaler import ScaleCollapse, ScalerNotRestored, ScheduleAdvancesOnSkip, refused
 from tilefit.precision.tensors import parameters_of
 
@@ -37,14 +37,9 @@ class Scalers(Tracker):
 
     def patches(self) -> list[Patch]:
         """The scalers' methods."""
-        return of_all(
-            torch.amp.GradScaler,
-            scale=self._scale,
-            unscale_=self._unscale,
-            step=self._step,
-            update=self._update,
-            load_state_dict=self._load,
-        )
+        methods: dict[str, Around] = {"scale": self._scale, "unscale_": self._unscale, "step": self._step}
+        methods |= {"update": self._update, "load_state_dict": self._load}
+        return of_all(torch.amp.GradScaler, **methods)
 
     def _scale(self, scaler: Any, outputs: Any) -> Running:
         if not enabled(scaler):
@@ -56,8 +51,7 @@ class Scalers(Tracker):
         scaled = yield
         known = self._ledger.scaler(scaler)
         self._recorder.facts.add("loss scale")
-        known.scaled_at = user_line()
-        mark = known.mark
+        known.scaled_at, mark = user_line(), known.mark
         if known.skipped and isinstance(outputs, Tensor):
             # The step before was skipped, for which the scaler has waited for the device already.
             finite = bool(torch.isfinite(outputs.detach()).all())
@@ -98,10 +92,10 @@ class Scalers(Tracker):
         finally:
             here.scaler_step = None
         skipped = None if getattr(optimizer, "_step_supports_amp_scaling", False) else not here.ran
-        if skipped is not None:
-            known.skipped = known.skipped + 1 if skipped else 0
-            if not skipped:
-                known.bad_losses = 0
+        if skipped:
+            known.skipped += 1
+        elif skipped is False:
+            known.skipped = known.bad_losses = 0
         known.stepped[id(optimizer)] = type(optimizer).__name__
         ledger.used(here, Stepped(optimizer, skipped, scaler, plain=False))
 
@@ -163,12 +157,9 @@ class Checkpoints(Tracker):
 
     def patches(self) -> list[Patch]:
         """What saves and loads."""
-        distributed = sys.modules.get("torch.distributed.checkpoint")
-        savers = [torch] if distributed is None else [torch, distributed]
-        return [
-            *((saver, "save", self._save) for saver in savers),
-            (Optimizer, "load_state_dict", self._load),
-        ]
+        savers = filter(None, (torch, sys.modules.get("torch.distributed.checkpoint")))
+        saves: list[Patch] = [(saver, "save", self._save) for saver in savers]
+        return [*saves, (Optimizer, "load_state_dict", self._load)]
 
     def _save(self, obj: Any, *args: Any, **kw: Any) -> Running:
         if _holds(obj, _is_scaler):
@@ -214,17 +205,14 @@ class Schedules(Tracker):
         steps.update(all=1, since=1)
         steps["last"] = bool(stepped.skipped)
         if stepped.scaler is not None and stepped.skipped is None:
-            self._recorder.cannot_check(
-                "steps skipped by a fused optimizer, which only the device knows", "AMP021", "AMP029"
-            )
+            what = "steps skipped by a fused optimizer, which only the device knows"
+            self._recorder.cannot_check(what, "AMP021", "AMP029")
 
     def _step(self, scheduler: Any, *args: Any, **kw: Any) -> Running:
         yield
         self._recorder.facts.add("schedule")
         optimizer = getattr(scheduler, "optimizer", None)
-        steps = self._steps.get(optimizer) if isinstance(optimizer, Optimizer) else None
-        if steps is None:
-            return
+        steps = self._steps.get(optimizer, Counter()) if isinstance(optimizer, Optimizer) else Counter()
         since, steps["since"] = steps["since"], 0
         # A scheduler that steps once in many steps counts epochs, not steps.
         if since == 1 and steps["last"]:

@@ -17,20 +17,18 @@ from tilefit.emulation.device import Device
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.errors import UsageError
 from tilefit.precision import graph
-from tilefit.precision.accumulation import Losses
-from tilefit.precision.dtypes import LostGradients, Products
+from tilefit.precision.autocast import LostGradients, Products, Regions, is_compiled
 from tilefit.precision.exponents import Exponents
 from tilefit.precision.gradients import WIDTH, WITNESSES, Gradient
 from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, Tracker
 from tilefit.precision.look import Look, Observer, Observers, Statistics
-from tilefit.precision.movement import Accumulators, Weights
 from tilefit.precision.numerics import Origin, Shadows, is_finite
 from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.regions import Regions, is_compiled
 from tilefit.precision.rules import all_rules
 from tilefit.precision.scalers import Checkpoints, Scalers, Schedules
+from tilefit.precision.storage import Accumulators, Losses, Weights
 from tilefit.precision.tensors import has_values, name_of, sampled, stands_for_another
 from tilefit.precision.window import Window
 from tilefit.report.watched import CANNOT, CHECKED, INAPPLICABLE, Check, Watched
@@ -71,8 +69,8 @@ class Watch:
     Args:
         model: The model, or several; found by itself where it is not given, but then without parameter names
             until it has run.
-        optimizer: The optimizer, or several. One made later, or not named, is found when it clears gradients or
-            steps.
+        optimizer: The optimizer, or several. One made later, or not named, is found when it clears gradients
+            or steps.
         scaler: The gradient scaler, or None. Named to learn that it is switched off; those in use are found.
         every: A close look at one step in this many, after the first four.
         numerics: Look closely at all; False leaves the bookkeeping alone.

@@ -16,11 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from tilefit.precision.degrees import base_name, keeps_no_value, result_degree
-from tilefit.precision.gradients import Gradient, move
+from tilefit.precision.gradients import HAND, Cause, Gradient, Kind, Mark, State, move
 from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Hooked, Hooks, Marks, Tracker, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
-from tilefit.precision.marks import HAND, Cause, Kind, Mark, State
 from tilefit.precision.rules.protocol import ClipOnScaled, PenaltyOnScaled, StepWithoutUnscale
 from tilefit.precision.tensors import Notes, is_dense, is_plain, tensors_in
 
@@ -214,7 +213,8 @@ class Window(Tracker, Observer):
             if found is None:
                 self._accept(gradients, Cause.WRITTEN)  # from somewhere unknown
                 return
-            if call.args[0].numel() == gradients[0].size:
+            whole = gradients[0].value
+            if whole is not None and call.args[0].numel() == whole.numel():
                 self._becomes(gradients[0], found)
                 return
         scaled = [gradient for gradient in gradients if gradient.state.scaled]

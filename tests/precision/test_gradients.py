@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilefit.precision.marks import HAND, TRANSITIONS, Cause, Kind, Mark, State
+from tilefit.precision.gradients import HAND, TRANSITIONS, Cause, Kind, Mark, State
 
 A, B = Mark(0, 1), Mark(0, 2)
 PLAIN: Mark | None = None
