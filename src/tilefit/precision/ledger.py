@@ -170,6 +170,11 @@ def twin_of(kind: type[Optimizer]) -> type[Optimizer] | None:
     return base if base is not None and base.__name__ in _ELEMENTWISE else None
 
 
+def is_pytorchs(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer is PyTorch's own code."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.here = Here(threading.get_ident())

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision.degrees import base_name
 from tilefit.precision.graph import Kind
-from tilefit.precision.ledger import Begins, Pass, Stepped, Stepping, Tracker, twin_of
+from tilefit.precision.ledger import Begins, Pass, Stepped, Stepping, Tracker, is_pytorchs, twin_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import FORWARD, OPEN, Call, Observer
 from tilefit.precision.recorder import Recorder
@@ -63,76 +63,85 @@ _MOVES = frozenset("copy clone _to_copy".split())
 _Place = tuple[Any, ...]
 
 
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """An optimizer whose first steps are made again in fp32, as a class of PyTorch's makes them.
+
+    Attributes:
+        base: The class.
+        steps: Steps made.
+        moved: How far parameters have moved, by group and element type.
+        expected: Where the running step should take them.
+    """
+
+    base: type[Optimizer]
+    steps: int = 0
+    moved: dict[Any, _Moved] = field(default_factory=dict)
+    expected: list[_Expected] = field(default_factory=list)
+
+
 class Weights(Tracker):
     """Makes the first steps of optimizers of PyTorch's again in fp32 on samples of half-precision parameters,
-    and looks once at the element types of each optimizer's state, and at its constants in them."""
+    and looks at the element types of each optimizer's state, and at its constants in them."""
 
     def set_up(self) -> None:
-        #: How far parameters have moved, by group and element type; None where nobody looks (any more).
-        self._moved: weakref.WeakKeyDictionary[Optimizer, dict[Any, _Moved] | None] = (
-            weakref.WeakKeyDictionary()
-        )
-        #: The same, of optimizers which may be gone at the end.
-        self._open: list[dict[Any, _Moved]] = []
-        self._expected: weakref.WeakKeyDictionary[Optimizer, list[_Expected]] = weakref.WeakKeyDictionary()
-        self._states: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._of: weakref.WeakKeyDictionary[Optimizer, _Followed | None] = weakref.WeakKeyDictionary()
+        #: The same: optimizers may be gone at the end.
+        self._followed: list[_Followed] = []
 
     def on_stepping(self, stepping: Stepping) -> None:
         """An optimizer is about to step: see where it should go."""
         optimizer = stepping.optimizer
-        if optimizer not in self._moved:
-            self._moved[optimizer] = self._begin(optimizer)
-        base = twin_of(type(optimizer))  # type: ignore[arg-type]
-        if self._moved[optimizer] is not None and base is not None:
+        if optimizer not in self._of:
+            self._of[optimizer] = self._begin(optimizer)
+        followed = self._of[optimizer]
+        if followed is not None and followed.steps < STEPS:
             with torch._C._DisableTorchDispatch():  # no mode is to see this, nor one of the user's
-                self._expected[optimizer] = list(_expected(optimizer, base))
+                followed.expected = list(_expected(optimizer, followed.base))
 
-    def _begin(self, optimizer: Optimizer) -> dict[Any, _Moved] | None:
+    def _begin(self, optimizer: Optimizer) -> _Followed | None:
         half = [parameter for parameter in parameters_of(optimizer) if parameter.dtype in HALF]
         if not half or any(isinstance(parameter, CudaTensor) for parameter in half):
             return None
-        if twin_of(type(optimizer)) is None or not all(map(is_plain, half)):  # type: ignore[arg-type]
-            name = type(optimizer).__name__
+        base, name = twin_of(type(optimizer)), type(optimizer).__name__  # type: ignore[arg-type]
+        if base is None or not all(map(is_plain, half)):
             what = f"half-precision weights under {name}, whose intended step is not known"
             self._recorder.cannot_check(what, "AMP013")
             return None
-        self._open.append({})
-        return self._open[-1]
+        self._followed.append(_Followed(base))
+        return self._followed[-1]
 
     def on_stepped(self, stepped: Stepped) -> None:
         """It has gone there, or not."""
-        optimizer = stepped.optimizer
-        expected = self._expected.pop(optimizer, [])
-        if stepped.skipped:
-            return
+        optimizer, name = stepped.optimizer, type(stepped.optimizer).__name__
         # Others may keep their constants elsewhere, or quantise on purpose.
-        if optimizer not in self._states and type(optimizer).__module__.startswith("torch.optim."):
-            for event in _half_states(optimizer):
-                self._recorder.emit(event)
-        self._states.add(optimizer)
-        moved = self._moved.get(optimizer)
-        if moved is None:
+        if self._recorder.looking and not stepped.skipped and is_pytorchs(optimizer):
+            for what in _half_states(optimizer):
+                self.found(OptimizerStateInHalf, None, name, **what)
+        followed = self._of.get(optimizer)
+        if followed is None or not followed.expected:
             return
-        for key, parameters, before, wanted in expected:
-            known = moved.setdefault(key, _Moved(module=type(optimizer).__name__))
-            known.source, known.dtype = user_line(), name_of(key[1])
+        expected, followed.expected = followed.expected, []
+        for key, parameters, before, wanted in () if stepped.skipped else expected:
+            known = followed.moved.setdefault(key, _Moved(module=name, dtype=name_of(key[1])))
+            known.source = user_line()
             with torch._C._DisableTorchDispatch():
                 known.add(known.steps, before, _sampled(parameters), wanted)
-        if any(known.steps >= STEPS for known in moved.values()):
-            self._moved[optimizer] = None
-            self._open.remove(moved)
-            self._judge(moved)
+        followed.steps += not stepped.skipped
+        if followed.steps == STEPS:
+            self._judge(followed)
 
     def finish(self) -> None:
         """Judge what was followed. Waits for the device."""
-        for moved in self._open:
-            if max((known.steps for known in moved.values()), default=0) < ENOUGH:
+        for followed in self._followed:
+            if followed.steps < ENOUGH:
                 what = f"whether updates are lost over {ENOUGH} steps: fewer were made"
                 self._recorder.cannot_check(what, "AMP013")
-            self._judge(moved)
+            if followed.steps < STEPS:
+                self._judge(followed)
 
-    def _judge(self, moved: dict[Any, _Moved]) -> None:
-        for known in moved.values():
+    def _judge(self, followed: _Followed) -> None:
+        for known in followed.moved.values():
             if known.steps >= FEWEST:
                 known.judge(self._recorder, UpdateBelowUlp)
 
@@ -201,27 +210,22 @@ def _sampled(tensors: list[Tensor]) -> Tensor:
     return torch.cat(list(map(spread, tensors))).float()
 
 
-def _half_states(optimizer: Optimizer) -> Iterator[OptimizerStateInHalf]:
-    """The constants of an optimizer of PyTorch's in the element types of its state."""
+def _half_states(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    """The constants of each group of an optimizer of PyTorch's in the element types of its state."""
     for group in optimizer.param_groups:
         half = next((p for p in group["params"] if p.dtype in HALF and p.grad is not None), None)
         if half is None:
             continue
-        state = optimizer.state.get(half, {})
-        kept = [v.dtype for v in state.values() if isinstance(v, Tensor) and v.shape == half.shape]
+        state = optimizer.state.get(half, {}).values()
+        kept = [v.dtype for v in state if isinstance(v, Tensor) and v.shape == half.shape]
         dtype = next((d for d in kept if d in HALF), None)
-        lr, decay, betas = group.get("lr"), group.get("weight_decay"), group.get("betas")
-        name, used = type(optimizer).__name__, dtype or half.dtype
-        decoupled = group.get("decoupled_weight_decay") or "AdamW" in name
+        lr, decay, betas = group.get("lr"), group.get("weight_decay"), group.get("betas") or (None, None)
+        decoupled = group.get("decoupled_weight_decay") or "AdamW" in type(optimizer).__name__
         shrink = 1 - float(lr) * float(decay) if decoupled and decay and lr is not None else None
-        beta = betas[1] if betas else None
-        given = {"eps": (group.get("eps"), dtype), "beta2": (beta, dtype), "decay": (shrink, half.dtype)}
-        constants = {
-            key: _rounded(float(value), where)
-            for key, (value, where) in given.items()
-            if value is not None and where is not None
-        }
-        yield OptimizerStateInHalf(user_line(), name, dtype=name_of(used), constants=constants)
+        given = {"eps": (group.get("eps"), dtype), "beta2": (betas[1], dtype), "decay": (shrink, half.dtype)}
+        known = ((key, value, where) for key, (value, where) in given.items() if value is not None and where)
+        constants = {key: _rounded(float(value), where) for key, value, where in known}
+        yield {"dtype": name_of(dtype or half.dtype), "constants": constants}
 
 
 def _rounded(value: float, dtype: torch.dtype) -> tuple[float, float]:
@@ -407,17 +411,13 @@ class Accumulators(Tracker, Observer):
     def _shrinks(self, call: Call, written: list[Tensor]) -> None:
         """A weight decay of the user's own optimizer, by a factor that the weights' type rounds to 1."""
         stepping, factor = self._ledger.here.stepping, call.args[1]
-        if (
-            not stepping
-            or not isinstance(factor, float)
-            or type(stepping[0]).__module__.startswith("torch.optim.")
-        ):
+        if not stepping or not isinstance(factor, float) or is_pytorchs(stepping[0]):
             return
         own = {p.data_ptr() for p in parameters_of(stepping[0]) if is_dense(p)}
         half = next((w.dtype for w in written if w.dtype in HALF and w.data_ptr() in own), None)
         if half is not None and factor != 1 and 0.5 < factor < 2:
-            place, constants = (call.source, type(stepping[0]).__name__), {"decay": _rounded(factor, half)}
-            self._recorder.emit(OptimizerStateInHalf(*place, dtype=name_of(half), constants=constants))
+            name, constants = type(stepping[0]).__name__, {"decay": _rounded(factor, half)}
+            self.found(OptimizerStateInHalf, call.source, name, dtype=name_of(half), constants=constants)
 
     def end(self) -> None:
         self._made.clear()
