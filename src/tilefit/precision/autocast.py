@@ -154,10 +154,7 @@ class Regions(Tracker):
             if not before or self._ledger.here.entered == before.pop():
                 self._judge_evaluation(model)
 
-        self._evaluated[model] = [
-            model.register_forward_pre_hook(entered),
-            model.register_forward_hook(left),
-        ]
+        self._evaluated[model] = [model.register_forward_pre_hook(entered), model.register_forward_hook(left)]
 
     def _unhook(self, model: nn.Module) -> None:
         for handle in self._evaluated.pop(model, ()):

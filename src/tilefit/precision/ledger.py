@@ -423,9 +423,8 @@ class Ledger:
             ends.callback(self._end, here)
             ends.callback(torch._C._stash_obj_in_tls, _KEY, _passing())  # type: ignore[attr-defined]
             torch._C._stash_obj_in_tls(_KEY, here)  # type: ignore[attr-defined]
-            # A look is one thread's; where it waits for a backward pass to end, it is nobody's yet.
-            looked_at = self.look is not None and self.look.thread in (0, here.thread)
-            scan = ends.enter_context(self.look.passing(roots, inputs or ())) if looked_at else None
+            # A look is one thread's.
+            scan = ends.enter_context(self.look.passing(roots, inputs or ())) if self.closely else None
             if here.depth == 1:
                 self._begin(here, roots, given, scan)
             result = yield

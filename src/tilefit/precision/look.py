@@ -246,9 +246,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handles: list[Any] = []
         self._patches = Patches()
         self._paused = False
-        #: It has begun within a backward pass, when the mode could not be pushed.
-        self._waits = False
-        self.thread = 0
+        self.thread = threading.get_ident()
         self._met: set[int] = set()
 
     # ---- entering and leaving --------------------------------------------------------------
@@ -261,28 +259,17 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def possible() -> bool:
         """Whether a mode can be pushed: not above one of the user's, who would then pop ours."""
-        # A look that has ended within a backward pass is popped when that ends.
-        modes = _get_current_dispatch_mode_stack()
-        return all(isinstance(m, Device) or (isinstance(m, Look) and m._paused) for m in modes)
+        return all(isinstance(mode, Device) for mode in _get_current_dispatch_mode_stack())
 
     def begin(self) -> None:
-        """Push the mode, or have it pushed when the backward pass has ended that runs."""
+        """Push the mode. No backward pass may be running."""
         self._handles = [
             nn_module.register_module_forward_pre_hook(self._entered),
             nn_module.register_module_forward_hook(self._left, always_call=True),
         ]
         self._patches.apply((BackwardCFunction, "apply", self._function))
         self._ledger.look = self
-        self._waits = _in_backward()
-        if not self._waits:
-            self.switch_on()
-            self.thread = threading.get_ident()
-
-    def passed(self) -> None:
-        """An outermost backward pass has ended: push the mode where it had to wait for that."""
-        if self._waits and self.possible():
-            self._waits = False
-            self.switch_on()
+        self.switch_on()
 
     def finish(self) -> bool:
         """Pop the mode and let the observers read what they collected.
@@ -295,15 +282,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handles.clear()
         self._patches.undo()
         self._ledger.look = None
-        again, self._paused = self._paused, True
-        stack = _get_current_dispatch_mode_stack()
-        if self in stack and (self._thorough or again) and _in_backward():
-            # The engine puts the mode back for each node. It is popped when this pass has ended, and where
-            # that is too late for it, by the next call.
-            popped = stack[-1] is self and not again
-        else:
-            self._switch_off()
-            popped = self not in _get_current_dispatch_mode_stack()
+        self._paused = True
+        self._switch_off()
+        popped = self not in _get_current_dispatch_mode_stack()
         for observer in self._observers.all if popped else ():
             observer.end()
         return popped
@@ -395,11 +376,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._observers.statistics.passed(scan.nodes)
         finally:
             running.modules, running.pushed = outer
-            if off or (self._paused and not _in_backward()):
-                # Where a module or a Function raised, or the step has ended within the pass.
-                while self._switch_off():
-                    pass
             if off:
+                while self._switch_off():
+                    pass  # where a module or a Function raised
                 self.switch_on()
 
     def _hook(self, nodes: Iterable[tuple[Any, graph.Kind]], ends: ExitStack) -> graph.Scan:

@@ -7,7 +7,7 @@ Nothing waits for the device while the step runs: what was measured stays there,
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -80,8 +80,9 @@ class Shadows(Tracker, Observer):
     phases = (FORWARD, OPEN, RECOMPUTED)
 
     def set_up(self) -> None:
-        #: Measurements on the device, and what says what they show.
-        self._pending: list[tuple[Tensor, Callable[[list[float]], None]]] = []
+        #: Measurements on each device, and what says what they show.
+        self._pending: defaultdict[torch.device, list[tuple[Tensor, Callable[[list[float]], None]]]]
+        self._pending = defaultdict(list)
         self._calls: Counter[tuple[str, str]] = Counter()
         #: The first rows of sums, and of what is made of sums, in fp32 from the start; and the line of a
         #: difference, which loses digits.
@@ -116,15 +117,16 @@ class Shadows(Tracker, Observer):
                 _REPEATED[name](self, call, first, out)
 
     def end(self) -> None:
-        by_device = defaultdict(list)
-        for numbers, shows in self._pending:
-            by_device[numbers.device].append((numbers, shows))
-        for kept in (self._pending, self._calls, self._wide, self._masks, self._tables):
-            kept.clear()
-        for same in by_device.values():
+        for same in self._pending.values():
             read = iter(torch.cat([numbers for numbers, _ in same]).tolist())
             for numbers, shows in same:
                 shows(list(islice(read, numbers.numel())))
+        for kept in (self._pending, self._calls, self._wide, self._masks, self._tables):
+            kept.clear()
+
+    def _ask(self, numbers: Sequence[Tensor], shows: Callable[[list[float]], None]) -> None:
+        """Have numbers of a device read at the step's end, and what they show said."""
+        self._pending[numbers[0].device].append((torch.stack([number.float() for number in numbers]), shows))
 
     def met(self, model: nn.Module) -> None:
         """Look for tables of whole numbers among a model's half-precision buffers that have merged already.
@@ -238,7 +240,7 @@ class Shadows(Tracker, Observer):
         def shows(read: list[float]) -> None:
             self.found(rule, *place, **what, **dict(zip(_FIGURES, read, strict=True)))
 
-        self._pending.append((torch.stack([overflowed, vanished, error, largest]), shows))
+        self._ask((overflowed, vanished, error, largest), shows)
 
     # ---- masks -----------------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ class Shadows(Tracker, Observer):
             if first >= 0:
                 self.found(MaskOverflow, sources[first], dtype=dtype, rows=full)
 
-        self._pending.append((torch.stack([known.first.float(), rows.float()]), shows))
+        self._ask((known.first, rows), shows)
 
     # ---- integers --------------------------------------------------------------------------
 
@@ -314,7 +316,7 @@ class Shadows(Tracker, Observer):
                 what |= {"integral": bool(integral), "likely_data": many and not (monotone and line)}
                 self.found(IntegerCollapse, *place, dtype=dtype, **what)
 
-        self._pending.append((torch.stack([number.float() for number in asked]), shows))
+        self._ask(asked, shows)
 
     def _use(self, call: Call) -> None:
         """Note what tables go into; what is made of one by scaling or reshaping it still is one."""
@@ -414,7 +416,6 @@ class Origin(Observer):
         self.armed = armed
         self._recorder = recorder
         self._backward = backward
-        self._flags: Notes[Tensor] = Notes()
         #: Of each result: whether its inputs and itself are finite, on the device; and where it was.
         self._checked: list[tuple[list[Tensor], Tensor, NonFiniteOrigin]] = []
         self._inputs: list[Tensor] = []
@@ -426,37 +427,25 @@ class Origin(Observer):
 
     def before(self, call: Call) -> None:
         # Now, as the operation may write to them.
-        self._inputs = [
-            _finite(tensor) if (flag := self._flags.of(tensor)) is None else flag
-            for tensor in call.tensors()
-            if has_values(tensor)
-        ]
+        self._inputs = [_finite(tensor) for tensor in call.tensors() if has_values(tensor)]
 
     def after(self, call: Call) -> None:
-        for tensor in call.targets:
-            self._flags.pop(id(tensor), None)
-        if call.backward and not (self._backward or call.look.recomputes):
+        if call.name in _INNOCENT or (call.backward and not (self._backward or call.look.recomputes)):
             return
-        phase = "backward" if call.backward else "forward"
-        for out in tensors_in([call.out]):
-            if has_values(out):
-                flag = self._flags.note(out, _finite(out))
-                if call.name not in _INNOCENT:
-                    place, dtype = (call.source, call.module), name_of(out.dtype)
-                    event = NonFiniteOrigin(*place, operation=call.name, phase=phase, dtype=dtype)
-                    self._checked.append((self._inputs, flag, event))
+        what = {"operation": call.name, "phase": "backward" if call.backward else "forward"}
+        for out in filter(has_values, tensors_in([call.out])):
+            event = NonFiniteOrigin(call.source, call.module, dtype=name_of(out.dtype), **what)
+            self._checked.append((self._inputs, _finite(out), event))
 
     def end(self) -> None:
         if self.armed and self._weights is not None and not bool(self._weights):
             self._recorder.emit(NonFiniteOrigin(operation="weights"))
         elif self.armed:
             # In order, so the first is the origin; waiting operation by operation is what such a step is for.
-            origins = (
-                event for inputs, out, event in self._checked if not bool(out) and all(map(bool, inputs))
-            )
-            for event in islice(origins, 1):
-                self._recorder.emit(event)
-        self._flags.clear()
+            for inputs, out, event in self._checked:
+                if not bool(out) and all(map(bool, inputs)):
+                    self._recorder.emit(event)
+                    break
         self._checked.clear()
 
 

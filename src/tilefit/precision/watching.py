@@ -109,6 +109,8 @@ class Watch:
         self._losses_finite: list[Tensor] = []
         self._weights: list[tuple[float, ...]] = []
         self._primary: weakref.ref[Optimizer] | None = None
+        #: The step of the backward pass that runs, which ends with it.
+        self._stepped_within: Stepped | None = None
         self._seek_origin = self._ended = self._compiled_seen = False
         self._frames_before = 0
         self._stepped: dict[str, None] = {}
@@ -252,8 +254,9 @@ class Watch:
         self._end_if_due()
         if not self._ledger.here.of and self._have_moved():
             self._end_step(bool(self._ledger.scalers), self._ledger.gradients)
-        if self._look is not None:
-            self._look.passed()
+        elif self._stepped_within is not None:
+            stepped, self._stepped_within = self._stepped_within, None
+            self._on_stepped(stepped)
 
     def _end_if_due(self) -> None:
         if self._ended:
@@ -294,6 +297,9 @@ class Watch:
         if primary is None:
             self._primary = weakref.ref(stepped.optimizer)
         elif primary is not stepped.optimizer:
+            return
+        if self._ledger.here.depth:
+            self._stepped_within = stepped  # no look begins or ends within a backward pass
             return
         self._the(Ranks).compare(stepped, self._models, due=self._is_due())
         self._end_step(stepped.scaler is not None, self._ledger.present(stepped.optimizer))
