@@ -254,25 +254,18 @@ class LostGradients(Tracker, Observer):
     def ran(self, module: nn.Module, name: str, output: Any) -> None:
         if not self._without and torch.is_grad_enabled():
             return  # nothing ran without gradients
-        region, weights = (
-            self._ledger.here.cached_in,
-            [p for p in module._parameters.values() if p is not None],
-        )
-        if not region or self._ledger.here.depth or not weights:
+        here, region = self._ledger.here, self._ledger.here.cached_in
+        if not region or here.depth or not any(p is not None for p in module._parameters.values()):
             return
         if not torch.is_grad_enabled():
             self._without[id(module)] = region
-            return
-        if self._without.get(id(module)) != region or not isinstance(output, Tensor):
-            return
-        source = user_line()
-        if not output.requires_grad:
-            # Not even a graph: neither its input nor, wrongly, its weight asks for a gradient.
-            self._reached[id(module)] = module, name, source
-        else:
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._reached.update({id(module): (module, name, source)})
-            )
+        elif self._without.get(id(module)) == region and isinstance(output, Tensor):
+            what = {id(module): (module, name, user_line())}
+            if output.requires_grad:
+                output.register_hook(lambda _: self._reached.update(what))  # type: ignore[no-untyped-call]
+            else:
+                # Not even a graph: neither its input nor, wrongly, its weight asks for a gradient.
+                self._reached |= what
 
     def on_ended(self, ended: Ended) -> None:
         """Whose weights got no gradient although its output did?"""

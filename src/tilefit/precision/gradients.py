@@ -265,10 +265,12 @@ def _meaning(gradient: Gradient, changed: bool, filled: bool) -> Cause | None:
     return Cause.SEEN if gradient.sure and kind is Kind.USED else None
 
 
+#: What happens to gradients: the same to all of them, or by the state of each.
+Happens = Cause | Callable[[State], Cause]
+
+
 def move(
-    gradients: Iterable[Gradient],
-    cause: Cause | Callable[[State], Cause],
-    marks: frozenset[Mark] = frozenset(),
+    gradients: Iterable[Gradient], cause: Happens, marks: frozenset[Mark] = frozenset()
 ) -> dict[str, list[Gradient]]:
     """Let something happen to gradients; what is wrong with it, and of which."""
     wrong: defaultdict[str, list[Gradient]] = defaultdict(list)

@@ -12,13 +12,13 @@ Each thread has books of its own: what another thread does to gradients is, to i
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision import graph
-from tilefit.precision.gradients import HAND, Cause, Gradient, Kind, Mark, State, move, sample
+from tilefit.precision.gradients import HAND, Cause, Gradient, Happens, Kind, Mark, State, move, sample
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patch
 from tilefit.precision.recorder import Recorder
@@ -39,6 +39,7 @@ from tilefit.precision.tensors import has_values, parameters_of
 
 Marks = frozenset[Mark]
 Running = Generator[None, Any, None]
+Rule = type[PrecisionRule]
 #: What a rule says of gradients that carry marks, beside where, how many and what is wrong.
 Figures = Callable[[Marks], dict[str, Any]]
 
@@ -123,9 +124,7 @@ class Here:
 
     thread: int
     gradients: dict[int, Gradient] = field(default_factory=dict)
-    of: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    of: WeakKeyDictionary[Optimizer, list[Gradient]] = field(default_factory=WeakKeyDictionary)
     open: bool = False
     cycle: Cycle = field(default_factory=Cycle)
     regions: list[Any] = field(default_factory=list)
@@ -279,8 +278,8 @@ class Ledger:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
-        self._skipped_last: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._scalers: WeakKeyDictionary[Any, Scaler] = WeakKeyDictionary()
+        self._skipped_last: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._local = _Local()
         self._passes = 0
         self._handles: list[Any] = []
@@ -339,7 +338,7 @@ class Ledger:
         gradients = self.here.gradients
         known = gradients.get(id(parameter))
         if known is None or known.parameter() is not parameter:
-            known = gradients[id(parameter)] = Gradient(weakref.ref(parameter))
+            known = gradients[id(parameter)] = Gradient(ref(parameter))
             known.speaks(len(gradients) - 1)
         return known
 
@@ -453,10 +452,8 @@ class Ledger:
             here.cycle.unclean |= not chain.clean
             chain.factor = factor = None if chain.factor is None or factor is None else chain.factor * factor
             if chain.marks and chain.plain:
-                source, marks = user_line(), frozenset(chain.marks)
-                self._recorder.once(
-                    ("mixed loss", source), lambda: misuse("loss", source=source, scale=self.scale_of(marks))
-                )
+                what = {"source": user_line(), "scale": self.scale_of(chain.marks)}
+                self._recorder.emit(misuse("loss", **what))
         if factor not in (None, 1.0) and not here.chain.marks:
             here.reached.add(Mark(HAND, 0, factor))
         self._recorder.tell(Begins(roots, here))
@@ -483,11 +480,7 @@ class Ledger:
     # ---- judging ---------------------------------------------------------------------------
 
     def judge(
-        self,
-        gradients: Sequence[Gradient],
-        cause: Cause | Callable[[State], Cause],
-        figures: Figures,
-        module: str = "",
+        self, gradients: Sequence[Gradient], cause: Happens, figures: Figures, module: str = ""
     ) -> None:
         """Let something use gradients, and say what is wrong with it where that is certain.
 
@@ -547,15 +540,14 @@ class Ledger:
         self.judge(self.present(optimizer), Cause.STEPPED, figures, type(optimizer).__name__)
 
     def _of_step(self, optimizer: Optimizer, *, scaler: bool) -> Figures:
-        group, adaptive = optimizer.param_groups[0], type(optimizer).__name__.startswith(_ADAPTIVE)
-        numbers = {key: _number(group.get(key)) for key in ("lr", "eps", "weight_decay")}
-        return lambda marks: {
-            **numbers,
-            "scale": self.scale_of(marks),
-            "adaptive": adaptive,
-            "skipped": self._skipped_last.get(optimizer, False),
-            "scaler": scaler,
-        }
+        def figures(marks: Marks) -> dict[str, Any]:
+            group, adaptive = optimizer.param_groups[0], type(optimizer).__name__.startswith(_ADAPTIVE)
+            numbers = {key: _number(group.get(key)) for key in ("lr", "eps", "weight_decay")}
+            skipped = self._skipped_last.get(optimizer, False)
+            how = {"adaptive": adaptive, "skipped": skipped, "scaler": scaler}
+            return {"scale": self.scale_of(marks), **numbers, **how}
+
+        return figures
 
     def _judge_step(self, here: Here, optimizer: Optimizer) -> None:
         divides = getattr(optimizer, "grad_scale", None) is not None
@@ -757,9 +749,7 @@ class Tracker:
     def set_up(self) -> None:
         """Make what it keeps."""
 
-    def found(
-        self, rule: type[PrecisionRule], source: str | None = None, module: str = "", **what: Any
-    ) -> None:
+    def found(self, rule: Rule, source: str | None = None, module: str = "", **what: Any) -> None:
         """Something that may break a rule has happened, on the line that runs where no other is given."""
         self._recorder.emit(rule(user_line() if source is None else source, module, **what))
 

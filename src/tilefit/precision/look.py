@@ -161,12 +161,12 @@ class Statistics:
         }
         types = sorted({dtype for row in rows.values() for dtype in row})
         ordered = sorted(filter(rows.get, rows), key=lambda key: -sum(rows[key].values()))
-        return Table(
+        title = (
             "Operations by element type, on the steps looked at closely; of whole backward passes, nodes of "
-            "the autograd graph by the gradient given to them",
-            ("operation", "phase", *types),
-            tuple((*key, *(str(rows[key].get(dtype, "")) for dtype in types)) for key in ordered),
+            "the autograd graph by the gradient given to them"
         )
+        shown = tuple((*key, *(str(rows[key].get(dtype, "")) for dtype in types)) for key in ordered)
+        return Table(title, ("operation", "phase", *types), shown)
 
 
 _Listeners = tuple[Callable[[Call], None], ...]

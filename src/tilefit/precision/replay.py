@@ -37,13 +37,13 @@ STEPS_AFTER = 4
 
 def random_state() -> Callable[[], None]:
     """What puts PyTorch's random number generators back, of the CPU and of every CUDA device in use."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if in_use else []
+    states: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
 
     def restore() -> None:
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        for put_back, state in states:
+            put_back(state)
 
     return restore
 

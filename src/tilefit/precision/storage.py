@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -475,13 +475,10 @@ class Losses(Tracker, Observer):
             return
         operation, dtype, number = chain.half
         line = "" if self._ledger.look is None else self._ledger.look.line_of(number)
-        event = LossInHalfPrecision(
-            source=line or source,
-            operation=operation.removesuffix("0").removesuffix("Backward"),
-            dtype=name_of(dtype),
-            autocast="autocast" in self._recorder.facts,
-            scale=self._ledger.scale_of(chain.marks) if chain.marks else None,
-        )
+        what: dict[str, Any] = {"operation": operation.removesuffix("0").removesuffix("Backward")}
+        what |= {"dtype": name_of(dtype), "autocast": "autocast" in self._recorder.facts}
+        scale = self._ledger.scale_of(chain.marks) if chain.marks else None
+        event = LossInHalfPrecision(line or source, scale=scale, **what)
         if line:
             self._pending = None
             self._recorder.emit(event)
@@ -520,8 +517,7 @@ class Losses(Tracker, Observer):
     def hook(self, node: Any) -> RemovableHandle | None:
         if node.variable.grad is None:
             return None
-        handle: RemovableHandle = node.register_prehook(partial(self._adds, weakref.ref(node.variable)))
-        return handle
+        return cast("RemovableHandle", node.register_prehook(partial(self._adds, weakref.ref(node.variable))))
 
     def _adds(self, reference: weakref.ref[Tensor], added: tuple[Tensor | None, ...]) -> None:
         parameter = reference()
@@ -538,14 +534,11 @@ class Losses(Tracker, Observer):
 
     def _error(self) -> float | None:
         """The relative error of the sums since the step began; waits for the device."""
-        tiny = torch.finfo(torch.float32).tiny
-        known = [
-            (target, wide) for reference, wide in self._sums.values() if (target := reference()) is not None
-        ]
-        errors = (
-            (spread(target).float() - wide).norm() / wide.norm().clamp_min(tiny) for target, wide in known
-        )
-        return max(map(float, errors), default=None)
+        errors, tiny = [], torch.finfo(torch.float32).tiny
+        for reference, wide in self._sums.values():
+            if (target := reference()) is not None:
+                errors.append(float((spread(target).float() - wide).norm() / wide.norm().clamp_min(tiny)))
+        return max(errors, default=None)
 
     def end(self) -> None:
         self._sums.clear()

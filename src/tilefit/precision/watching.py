@@ -18,11 +18,10 @@ from tilefit.emulation.tensor import CudaTensor
 from tilefit.errors import UsageError
 from tilefit.precision import graph
 from tilefit.precision.autocast import LostGradients, Products, Regions, is_compiled
-from tilefit.precision.exponents import Exponents
 from tilefit.precision.gradients import WIDTH, WITNESSES, Gradient
 from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, Tracker
 from tilefit.precision.look import Look, Observer, Observers, Statistics
-from tilefit.precision.numerics import Origin, Shadows, is_finite
+from tilefit.precision.numerics import Exponents, Origin, Shadows, is_finite
 from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
 from tilefit.precision.recorder import Recorder
@@ -214,22 +213,17 @@ class Watch:
         Args:
             title: What was watched; by default the model's class.
         """
-        names = [type(model).__name__ for model in self._models]
+        recorder, names = self._recorder, [type(model).__name__ for model in self._models]
         trained = sorted(map(name_of, self._the(Regions).trained))
-        setup = (
-            f"autocast {'/'.join(trained)}" if trained else "no autocast seen",
-            "no loss scale" if self._recorder.scale is None else f"loss scale {self._recorder.scale:g}",
-            *self._stepped,
-        )
-        unchecked, operations = self._recorder.unchecked.items(), self._statistics.table()
-        return self._recorder.report(
-            title or ", ".join(names) or "training",
-            setup=setup,
-            steps=self.steps,
-            tables=(*self._exponents.tables(), *([operations] if operations.rows else [])),
-            unchecked=tuple(f"{', '.join(codes)}: {what}" if codes else what for what, codes in unchecked),
-            checks=tuple(self._checks()),
-        )
+        autocast = f"autocast {'/'.join(trained)}" if trained else "no autocast seen"
+        scale = "no loss scale" if recorder.scale is None else f"loss scale {recorder.scale:g}"
+        tables = tuple(table for table in (*self._exponents.tables(), self._statistics.table()) if table.rows)
+        unchecked = [
+            f"{', '.join(codes)}: {why}" if codes else why for why, codes in recorder.unchecked.items()
+        ]
+        what = {"tables": tables, "unchecked": tuple(unchecked), "checks": tuple(self._checks())}
+        title = title or ", ".join(names) or "training"
+        return recorder.report(title, setup=(autocast, scale, *self._stepped), steps=self.steps, **what)
 
     def _checks(self) -> Iterator[Check]:
         """What each rule could look at, and what not and why."""
@@ -275,11 +269,9 @@ class Watch:
         if scan.nodes.total() >= graph.MOST:
             what = f"operations of a backward pass beyond the first {graph.MOST} nodes of its graph"
             self._recorder.cannot_check(what)
-        self._losses_finite += [
-            torch.isfinite(root.detach()).all()
-            for root in begins.roots
-            if isinstance(root, Tensor) and not (stands_for_another(root) or isinstance(root, CudaTensor))
-        ]
+        for root in begins.roots:
+            if isinstance(root, Tensor) and not (stands_for_another(root) or isinstance(root, CudaTensor)):
+                self._losses_finite.append(torch.isfinite(root.detach()).all())
 
     def _have_moved(self) -> bool:
         """Whether weights have moved since the last backward pass, without an optimizer."""

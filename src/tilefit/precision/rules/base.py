@@ -70,15 +70,8 @@ class PrecisionRule(ABC):
         if all that it follows from was seen."""
         severity = severity or self.severity
         severity = WARNING if severity == ERROR and not self.seen else severity
-        return Alarm(
-            code=self.code,
-            severity=severity,
-            source=self.source,
-            module=self.module,
-            message=message,
-            fix=fix or self.fix,
-            arithmetic=arithmetic,
-        )
+        what: dict[str, Any] = {"code": self.code, "source": self.source, "module": self.module}
+        return Alarm(severity=severity, message=message, fix=fix or self.fix, arithmetic=arithmetic, **what)
 
 
 def figure(value: float) -> str:

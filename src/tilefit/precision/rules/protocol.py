@@ -60,9 +60,8 @@ class ClipOnScaled(PrecisionRule, code="AMP001", severity=ERROR, needs=_SCALE):
             times = f"is {scale} times the gradients' own: they still carry the loss scale"
             return self.alarm(f"the norm that is computed here {times}", severity=NOTE)
         message = f"clipped at {figure(limit)} while the gradients carry a loss scale of {scale}"
-        return self.alarm(
-            message, f"effective limit {figure(limit)} / {scale} = {figure(limit / self.scale)}"
-        )
+        effect = f"effective limit {figure(limit)} / {scale} = {figure(limit / self.scale)}"
+        return self.alarm(message, effect)
 
 
 class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE, closely=True):
@@ -104,14 +103,11 @@ class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE
 
     def judge(self) -> Alarm:
         by = f"by {self.operation}" if self.operation else "by hand"
-        one = self.parameters == 1
-        which = f"1 gradient is changed {by} while it carries"
-        which = which if one else f"{self.parameters} gradients are changed {by} while they carry"
-        return self.alarm(
-            f"{which} a loss scale of {figure(self.scale)}",
-            f"what is added here acts as {inverse(self.scale)} of itself; an inf or NaN removed here is "
-            "hidden from the scaler",
-        )
+        which = f"{self.parameters} gradients are changed {by} while they carry"
+        which = f"1 gradient is changed {by} while it carries" if self.parameters == 1 else which
+        acts = f"what is added here acts as {inverse(self.scale)} of itself"
+        hidden = "an inf or NaN removed here is hidden from the scaler"
+        return self.alarm(f"{which} a loss scale of {figure(self.scale)}", f"{acts}; {hidden}")
 
 
 class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SCALE):

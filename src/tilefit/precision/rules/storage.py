@@ -214,29 +214,20 @@ class AccumulationNotAveraged(PrecisionRule, code="AMP018", needs=("accumulation
 
 #: What is wrong, and what to do.
 _TEXTS = {
-    "parameters": (
-        "parameters differ between ranks",
-        "Wrap the model in DistributedDataParallel and call the wrapper, or broadcast the parameters at "
-        "the start.",
-    ),
-    "gradients": (
-        "gradients differ between ranks at the optimizer's step",
-        "Call the DistributedDataParallel wrapper, not the model inside; leave no_sync before the last "
-        "backward; change gradients on all ranks alike.",
-    ),
-    "scale": (
-        "the loss scale differs between ranks",
-        "Let every rank see the same inf: use one GradScaler after the all-reduce, or ShardedGradScaler.",
-    ),
-    "found_inf": (
-        "some ranks skip the step and others do not",
-        "All-reduce the gradients before unscaling them, or use ShardedGradScaler.",
-    ),
-    "steps": (
-        "ranks have made different numbers of steps",
-        "Give every rank the same number of batches: drop_last, or join().",
-    ),
-    "data": ("every rank reads the same batch", "Use a DistributedSampler, and call its set_epoch."),
+    "parameters": "parameters differ between ranks",
+    "gradients": "gradients differ between ranks at the optimizer's step",
+    "scale": "the loss scale differs between ranks",
+    "found_inf": "some ranks skip the step and others do not",
+    "steps": "ranks have made different numbers of steps",
+    "data": "every rank reads the same batch",
+}
+_FIXES = {
+    "parameters": "Call the DistributedDataParallel wrapper, or broadcast the parameters at the start.",
+    "gradients": "Call the DDP wrapper, not the model inside; leave no_sync before the last backward.",
+    "scale": "Let every rank see the same inf: one GradScaler after the all-reduce, or ShardedGradScaler.",
+    "found_inf": "All-reduce the gradients before unscaling them, or use ShardedGradScaler.",
+    "steps": "Give every rank the same number of batches: drop_last, or join().",
+    "data": "Use a DistributedSampler, and call its set_epoch.",
 }
 
 
@@ -276,15 +267,11 @@ class RankDrift(PrecisionRule, code="AMP023", severity=ERROR, needs=("several ra
     by_rank: tuple[float, ...] = ()
 
     def judge(self) -> Alarm:
-        message, fix = _TEXTS[self.what]
-        figures = [f"{self.ranks} ranks"]
-        if self.name:
-            figures.append(f"first in {self.name}")
-        if self.by_rank:
-            figures.append("by rank: " + ", ".join(map(figure, self.by_rank)))
-        return self.alarm(
-            message, "; ".join(figures), severity=WARNING if self.what == "data" else "", fix=fix
-        )
+        first = [f"first in {self.name}"] if self.name else []
+        by_rank = ["by rank: " + ", ".join(map(figure, self.by_rank))] if self.by_rank else []
+        figures = "; ".join((f"{self.ranks} ranks", *first, *by_rank))
+        severity = WARNING if self.what == "data" else ""
+        return self.alarm(_TEXTS[self.what], figures, severity=severity, fix=_FIXES[self.what])
 
 
 class LowPrecisionGradientSum(PrecisionRule, code="AMP024", needs=("half-precision weights",)):
@@ -324,6 +311,5 @@ class LowPrecisionGradientSum(PrecisionRule, code="AMP024", needs=("half-precisi
         error = [] if self.error is None else [f"error against fp32: {share(self.error)}"]
         rounds = f"each addition rounds to 1/{2 ** SIGNIFICAND_BITS[self.dtype]} of the sum"
         severity = WARNING if self.error is not None and self.error > LARGE else NOTE
-        return self.alarm(
-            f"{self.terms} gradients are summed in {self.dtype}", *error, rounds, severity=severity
-        )
+        message = f"{self.terms} gradients are summed in {self.dtype}"
+        return self.alarm(message, *error, rounds, severity=severity)
