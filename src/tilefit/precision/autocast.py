@@ -179,8 +179,8 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 def _is_cached(parameter: Tensor | None) -> bool:
     """Whether autocast would keep a copy of this parameter."""
-    fp32 = parameter is not None and parameter.dtype == torch.float32
-    return parameter is not None and fp32 and parameter.requires_grad and parameter.ndim >= 2
+    cast = parameter is not None and parameter.dtype == torch.float32 and parameter.ndim >= 2
+    return cast and parameter is not None and parameter.requires_grad
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -214,9 +214,7 @@ class Products(Tracker, Observer):
         if function is not None:
             forward = _unwrapped(function.forward)  # type: ignore[attr-defined]
             before, place = ("", "") if forward is None else self._by_code.get(forward.__code__, ("", ""))
-            filename, _, line = place.rpartition(":")
-            name = function.__name__.removesuffix("Backward")
-            self._judge("function", name, before, dtype, f"{short(filename)}:{line}")
+            self._judge("function", function.__name__.removesuffix("Backward"), before, dtype, place)
         elif call.look.recomputes and module is not None:
             before, name = self._by_module.get(id(module), ""), call.module
             self._judge("recompute", name, before, dtype, call.source, name)
@@ -233,7 +231,7 @@ class Products(Tracker, Observer):
                 return
             code = frame.f_code
             if code.co_name in ("forward", "decorate_fwd", "setup_context") and code not in self._by_code:
-                self._by_code[code] = dtype, f"{code.co_filename}:{frame.f_lineno}"
+                self._by_code[code] = dtype, f"{short(code.co_filename)}:{frame.f_lineno}"
             frame = frame.f_back
 
     def end(self) -> None:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -202,13 +201,13 @@ class Observers:
         plan = self.plans[phase][id(func)] = (func._op, name, before, after, counts)
         return plan
 
-    def hook(self, node: Any, kind: graph.Kind) -> Iterator[RemovableHandle]:
-        """Have a node hooked by those that want its kind."""
+    def hook(self, ends: ExitStack, node: Any, kind: graph.Kind) -> None:
+        """Have a node hooked, up to some end, by those that want its kind."""
         if kind not in self.hooks:
             self.hooks[kind] = [observer for observer in self.all if observer.wants_node(node, kind)]
         for observer in self.hooks[kind]:
             if (handle := observer.hook(node)) is not None:
-                yield handle
+                ends.callback(handle.remove)
 
 
 class _Running(threading.local):
@@ -370,7 +369,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with ExitStack() as ends:
                 self._hook_parameters(ends)
                 # Nothing may be read while a CUDA graph is captured.
-                scan = graph.scan(roots) if capturing() else self._hook(graph.nodes(roots, inputs), ends)
+                hook = partial(self._observers.hook, ends)
+                scan = graph.scan(roots) if capturing() else graph.scan(roots, inputs, graph.MOST, hook)
                 yield scan
                 if not inputs:
                     self._observers.statistics.passed(scan.nodes)
@@ -380,15 +380,6 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 while self._switch_off():
                     pass  # where a module or a Function raised
                 self.switch_on()
-
-    def _hook(self, nodes: Iterable[tuple[Any, graph.Kind]], ends: ExitStack) -> graph.Scan:
-        """Let the observers hook the nodes of a graph."""
-        found = graph.Scan()
-        for node, kind in islice(nodes, graph.MOST):
-            found.add(node, kind)
-            for handle in self._observers.hook(node, kind):
-                ends.callback(handle.remove)
-        return found
 
     @contextmanager
     def _on(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -54,8 +55,6 @@ class Ranks(Tracker):
         if not due or self._given_up or not _several_ranks():
             return
         self._recorder.facts.add("several ranks")
-        import torch.distributed as dist
-
         rank, ranks, step = dist.get_rank(), dist.get_world_size(), self._recorder.step
         for model in models:
             for dtype in _compressed_to(model):
@@ -87,9 +86,7 @@ class Ranks(Tracker):
 
     def on_begins(self, begins: Begins) -> None:
         """A backward pass begins: its losses tell one rank's batch from another's."""
-        if not self._recorder.looking:
-            return
-        if _several_ranks():
+        if self._recorder.looking and _several_ranks():
             values = [root for root in begins.roots if isinstance(root, Tensor) and is_plain(root)]
             self._data = hash((self._data, *map(_checksum, values)))
 
@@ -114,11 +111,8 @@ class Ranks(Tracker):
     def _held(self, optimizer: Optimizer) -> _Report:
         parameters = self._comparable(optimizer)
         gradients = [None if (g := p.grad) is None or not is_plain(g) else g for p in parameters]
-        return {
-            "shapes": [list(parameter.shape) for parameter in parameters],
-            "parameters": list(map(_checksum, parameters)),
-            "gradients": list(map(_checksum, gradients)),
-        }
+        sums = {"parameters": list(map(_checksum, parameters)), "gradients": list(map(_checksum, gradients))}
+        return {"shapes": [list(parameter.shape) for parameter in parameters], **sums}
 
     def _judge(self, reports: list[_Report], optimizer: Optimizer) -> None:
         columns = {what: [report[what] for report in reports] for what in reports[0]}
@@ -144,8 +138,6 @@ class Ranks(Tracker):
 
 
 def _several_ranks() -> bool:
-    import torch.distributed as dist
-
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -46,6 +46,8 @@ CLOSELY = tuple(rule.code for rule in all_rules() if rule.closely)
 VALUES = tuple(rule.code for rule in all_rules() if rule.values)
 #: What stands in the way of close looks, for the report.
 NUMERICS_OFF = "close looks are switched off"
+COMPILED = "a compiled graph shows none of its operations"
+OWN_MODE = "a dispatch mode of your own is active"
 TOO_SHORT = "no step was looked at closely: the run was too short"
 
 _T = TypeVar("_T")
@@ -332,20 +334,17 @@ class Watch:
     def _begin_look(self, scaled: bool) -> None:
         if self._look is not None:
             return
-        compiled = "a compiled graph shows none of its operations"
-        if self._compiled() or not Look.possible():
-            why = compiled if self._compiled() else "a dispatch mode of your own is active"
+        if (compiled := self._compiled()) or not Look.possible():
+            why = COMPILED if compiled else OWN_MODE
             self._recorder.cannot_check(f"numerics and writes to gradients: {why}", *CLOSELY)
             return
-        observers = self._observers
-        self._origin = None
+        observers, self._origin = self._observers, None
         if self._seek_origin or self._find_non_finite:
             weights, armed = self._ledger.parameters, self._seek_origin
             self._origin = Origin(self._recorder, weights, backward=not scaled, armed=armed)
             observers = Observers(self._statistics, [*self._numerical, self._origin])
-        thorough = self._origin is not None
+        thorough, self._seek_origin = self._origin is not None, False
         self._look = Look(self._recorder, self._ledger, observers, thorough=thorough)
-        self._seek_origin = False
         self._look.begin()
         self._looks += 1
 
