@@ -49,8 +49,6 @@ _ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta", "LAMB", "Lamb", "Adafacto
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD")
 #: How near a factor is to a scale that it is taken for.
 NEAR = 1e-4
-#: Under which PyTorch hands on to autograd's own threads what runs on the thread of a backward pass.
-_KEY = "tilefit.precision"
 
 
 @dataclass(slots=True)
@@ -281,7 +279,9 @@ class Ledger:
         self._scalers: WeakKeyDictionary[Any, Scaler] = WeakKeyDictionary()
         self._skipped_last: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._local = _Local()
-        self._passes = 0
+        #: What runs on the threads of the backward passes that run, and by autograd's number of each.
+        self._passes: list[Here] = []
+        self._tasks: dict[int, Here] = {}
         self._handles: list[Any] = []
         self.look: Any = None
         self.before_observing: Callable[[], None] = lambda: None
@@ -291,8 +291,20 @@ class Ledger:
     @property
     def here(self) -> Here:
         """What runs on this thread; on one of autograd's own, on the thread that its backward pass is of."""
-        mine = self._local.here
-        return mine if mine.depth or not self._passes else _passing() or mine
+        mine, task = self._local.here, -1
+        if self._passes and not mine.depth:
+            task = torch._C._current_graph_task_id()
+        if task < 0:
+            return mine
+        # On a GPU autograd runs nodes on threads of its own; the hooks of a root come before those that tell
+        # which pass it is of.
+        known, running = self._tasks.get(task), list(self._passes)
+        if known is None and any(here is not running[0] for here in running):
+            for here in running:
+                here.unknown = True  # it may be any one's
+            self._recorder.cannot_check("backward passes of several threads on a GPU", "AMP00", "AMP019")
+            return mine
+        return known or running[0]
 
     @property
     def closely(self) -> bool:
@@ -416,12 +428,18 @@ class Ledger:
         here = self.here
         given, here.given = here.given, ()
         inputs = args[2] if len(args) > 2 else kw.get("inputs")
+
+        def runs(_: Any) -> None:
+            task = torch._C._current_graph_task_id()
+            self._tasks[task] = here
+            ends.callback(self._tasks.pop, task, None)
+
         with ExitStack() as ends:
             here.depth += 1
-            self._passes += 1
+            self._passes.append(here)
             ends.callback(self._end, here)
-            ends.callback(torch._C._stash_obj_in_tls, _KEY, _passing())  # type: ignore[attr-defined]
-            torch._C._stash_obj_in_tls(_KEY, here)  # type: ignore[attr-defined]
+            for node in graph.starts(roots):
+                ends.callback(node.register_prehook(runs).remove)
             # A look is one thread's.
             scan = ends.enter_context(self.look.passing(roots, inputs or ())) if self.closely else None
             if here.depth == 1:
@@ -460,7 +478,7 @@ class Ledger:
 
     def _end(self, here: Here) -> None:
         here.depth -= 1
-        self._passes -= 1
+        self._passes.remove(here)
         if here.depth == 0:
             self.observe(here, frozenset(here.reached))
             here.open = True
@@ -719,12 +737,6 @@ def _constant(given: Sequence[Any], looking: bool) -> float | None:
     return numbers.pop() if len(numbers) == 1 else None if numbers else 1.0
 
 
-def _passing() -> Here | None:
-    """What runs where the backward pass was begun that this thread is in."""
-    there = torch._C._is_key_in_tls(_KEY)  # type: ignore[attr-defined]
-    return torch._C._get_obj_in_tls(_KEY) if there else None  # type: ignore[attr-defined]
-
-
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float | Tensor) else None
 
@@ -749,7 +761,7 @@ class Tracker:
     def set_up(self) -> None:
         """Make what it keeps."""
 
-    def found(self, rule: Rule, source: str | None = None, module: str = "", **what: Any) -> None:
+    def found(self, rule: Rule, source: str | None = None, module: str = "", /, **what: Any) -> None:
         """Something that may break a rule has happened, on the line that runs where no other is given."""
         self._recorder.emit(rule(user_line() if source is None else source, module, **what))
 

@@ -432,7 +432,7 @@ class Origin(Observer):
     def after(self, call: Call) -> None:
         if call.name in _INNOCENT or (call.backward and not (self._backward or call.look.recomputes)):
             return
-        what = {"operation": call.name, "phase": "backward" if call.backward else "forward"}
+        what: dict[str, Any] = {"operation": call.name, "phase": "backward" if call.backward else "forward"}
         for out in filter(has_values, tensors_in([call.out])):
             event = NonFiniteOrigin(call.source, call.module, dtype=name_of(out.dtype), **what)
             self._checked.append((self._inputs, _finite(out), event))

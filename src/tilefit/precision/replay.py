@@ -376,8 +376,7 @@ def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[_
     left_out: dict[str, str] = {}
     for module, name in names.items():
         ran, ref = half[0].get(name), wide[0].get(name)
-        output, exact = ran and ran.output, ref and ref.output
-        if ran is None or output is None or exact is None:
+        if ran is None or ref is None or (output := ran.output) is None or (exact := ref.output) is None:
             continue
         if output.dtype not in HALF or isinstance(module, _CONTAINERS):
             continue
@@ -386,9 +385,9 @@ def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[_
         pairs = {"output": (output, exact)}
         # A parent's weights are its children's; they are compared there, and those of several runs nowhere.
         for key, _ in module.named_parameters() if ran.calls == 1 and not list(module.children()) else ():
-            gradients = half[1].get(f"{name}.{key}"), wide[1].get(f"{name}.{key}")
-            if gradients[0] is not None and gradients[1] is not None:
-                pairs[key] = gradients
+            got, gradient = half[1].get(f"{name}.{key}"), wide[1].get(f"{name}.{key}")
+            if got is not None and gradient is not None:
+                pairs[key] = got, gradient
         try:
             found += _local(module, name, ran, pairs)
         except (RuntimeError, TypeError, ValueError) as error:
