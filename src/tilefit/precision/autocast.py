@@ -146,15 +146,13 @@ class Regions(Tracker):
             return
         before: list[int] = []
 
-        def entered(module: nn.Module, args: Any) -> None:
-            before.append(self._ledger.here.entered)
-
-        def left(module: nn.Module, args: Any, output: Any) -> None:
+        def left(*call: object) -> None:
             # A model that enters regions of its own does so in training too.
             if not before or self._ledger.here.entered == before.pop():
                 self._judge_evaluation(model)
 
-        self._evaluated[model] = [model.register_forward_pre_hook(entered), model.register_forward_hook(left)]
+        entered = model.register_forward_pre_hook(lambda *call: before.append(self._ledger.here.entered))
+        self._evaluated[model] = [entered, model.register_forward_hook(left)]
 
     def _unhook(self, model: nn.Module) -> None:
         for handle in self._evaluated.pop(model, ()):

@@ -239,7 +239,7 @@ class Scaler:
     Attributes:
         number: Its number among the scalers seen.
         generation: How often it was updated.
-        previous: The scale before the last update, where gradients were left that carry it.
+        previous: The scale before the last update.
         skipped: Steps skipped in a row.
         bad_losses: Losses in a row, since the last step that was made, that were not finite.
         stepped: Names of the optimizers stepped since the last update, and those before it.

@@ -73,13 +73,13 @@ class Call:
         """The user's line; of a backward operation that of the forward one, if it is known."""
         if self.backward:
             node = torch._C._current_autograd_node()
-            return (node is not None and self.look.line_of(node._sequence_nr())) or user_line()
+            return (node is not None and self.look.lines.get(node._sequence_nr())) or user_line()
         return user_line()
 
     @property
     def module(self) -> str:
         """The innermost module that is running, or empty."""
-        return self.look.module
+        return self.look.names.get(id(self.look.running), "")
 
     @property
     def targets(self) -> list[Tensor]:
@@ -234,13 +234,18 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         observers: Who looks.
         thorough: Stay on in backward passes, and remember the line of every forward operation, not only of
             half-precision scalars.
+
+    Attributes:
+        names: Of modules, by ``id``.
+        lines: The lines of forward operations, by autograd's number of each.
+        thread: The thread that is looked at.
     """
 
     def __init__(self, recorder: Recorder, ledger: Ledger, observers: Observers, *, thorough: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder, self._ledger, self._observers = recorder, ledger, observers
-        self._thorough = thorough
-        self._lines: dict[int, str] = {}
+        self._thorough, self.names = thorough, recorder.names
+        self.lines: dict[int, str] = {}
         self._running = _Running()
         self._handles: list[Any] = []
         self._patches = Patches()
@@ -305,12 +310,6 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- modules and lines -----------------------------------------------------------------
 
     @property
-    def module(self) -> str:
-        """The innermost module that is running, or empty."""
-        running = self.running
-        return "" if running is None else self._recorder.names.get(id(running), "")
-
-    @property
     def running(self) -> nn.Module | None:
         """The innermost module that is running."""
         modules = self._running.modules
@@ -321,13 +320,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A module runs within a backward pass: activation checkpointing."""
         return _in_backward() and bool(self._running.modules)
 
-    def line_of(self, sequence: int) -> str:
-        """The line of the forward operation with an autograd sequence number, or empty."""
-        return self._lines.get(sequence, "")
-
     def _entered(self, module: nn.Module, args: Any) -> None:
         running, outside = self._running, not self._running.modules
-        if id(module) not in self._recorder.names or (outside and id(module) not in self._met):
+        if id(module) not in self.names or (outside and id(module) not in self._met):
             if outside and not _in_backward():
                 self._met.add(id(module))
                 for observer in self._observers.all:
@@ -346,7 +341,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             running.pushed = False
             self._switch_off()
         for listener in self._observers.ran:
-            listener(module, self._recorder.names.get(id(module), ""), output)
+            listener(module, self.names.get(id(module), ""), output)
 
     # ---- backward passes -------------------------------------------------------------------
 
@@ -456,7 +451,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             half_scalar = first is out and first.dtype in HALF and first.numel() == 1
         # A loss may be computed in half precision, and the line is asked for where it is.
         if phase < BACKWARD and (half_scalar or self._thorough) and torch.is_grad_enabled():
-            self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, user_line())  # type: ignore[attr-defined]
+            self.lines.setdefault(torch.autograd._get_sequence_nr() - 1, user_line())  # type: ignore[attr-defined]
         if call is not None:
             call.out = out
             for look_after in after:

@@ -144,13 +144,11 @@ def check_accumulation(
         accumulated = gradients_of(model)
         again()
         joined().backward()  # type: ignore[no-untyped-call]
-        pairs = [
-            (accumulated[p].double(), g.double()) for p, g in gradients_of(model).items() if p in accumulated
-        ]
-    if not sources or not pairs:
-        raise UsageError(
-            "no gradients to compare", hint="accumulate() must call backward(), and joined() return the loss."
-        )
+        both = [(accumulated[p], g) for p, g in gradients_of(model).items() if p in accumulated]
+    if not sources or not both:
+        hint = "accumulate() must call backward(), and joined() return the loss."
+        raise UsageError("no gradients to compare", hint=hint)
+    pairs = ((a.double(), b.double()) for a, b in both)
     sums = [torch.stack([(a * b).sum(), b.square().sum(), a.square().sum()]) for a, b in pairs]
     product, square, other = torch.stack(sums).sum(0).tolist()
     if not square or not other:
@@ -303,11 +301,8 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
         UsageError: the weights are in half precision, or nothing runs in half precision.
     """
     if any(parameter.dtype in HALF for parameter in model.parameters()):
-        raise UsageError(
-            "the weights are in half precision",
-            where=type(model).__name__,
-            hint="Compare a model with fp32 weights under autocast.",
-        )
+        hint = "Compare a model with fp32 weights under autocast."
+        raise UsageError("the weights are in half precision", where=type(model).__name__, hint=hint)
     names = names_of(model)
     statistics = Statistics()
     with restored(model) as again:
@@ -321,9 +316,8 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
             again()
             errors, left_out = _errors(names, half, wide)
     if not errors:
-        raise UsageError(
-            "nothing ran in half precision", hint="Enter autocast inside step(), as the training loop does."
-        )
+        hint = "Enter autocast inside step(), as the training loop does."
+        raise UsageError("nothing ran in half precision", hint=hint)
     worst = sorted(errors, key=lambda e: -e.local / max(e.tolerance, _SMALL))
     rows = [(e.module, e.what, share(e.local), share(e.end_to_end), share(e.tolerance)) for e in worst]
     for name, ran in half[0].items():

@@ -103,9 +103,7 @@ class Scalers(Tracker):
         if not enabled(scaler):
             return
         known = self._ledger.scaler(scaler)
-        mark, states = known.mark, {id(g.state): g.state for g in self._ledger.gradients}
-        left = any(mark in state.marks for state in states.values())
-        known.previous = scaler._scale.clone() if left and scaler._scale is not None else None
+        known.previous = None if scaler._scale is None else scaler._scale.clone()
         with self._explained("update", None):
             yield
         known.generation += 1

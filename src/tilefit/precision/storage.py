@@ -474,7 +474,7 @@ class Losses(Tracker, Observer):
         if chain.half is None:
             return
         operation, dtype, number = chain.half
-        line = "" if self._ledger.look is None else self._ledger.look.line_of(number)
+        line = "" if self._ledger.look is None else self._ledger.look.lines.get(number, "")
         what: dict[str, Any] = {"operation": operation.removesuffix("0").removesuffix("Backward")}
         what |= {"dtype": name_of(dtype), "autocast": "autocast" in self._recorder.facts}
         scale = self._ledger.scale_of(chain.marks) if chain.marks else None
