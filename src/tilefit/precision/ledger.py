@@ -277,7 +277,8 @@ class Ledger:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._scalers: WeakKeyDictionary[Any, Scaler] = WeakKeyDictionary()
-        self._skipped_last: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        #: Of each optimizer, the thread of its last step, and whether that was skipped.
+        self._last: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._local = _Local()
         #: What runs on the threads of the backward passes that run, and by autograd's number of each.
         self._passes: list[Here] = []
@@ -561,7 +562,7 @@ class Ledger:
         def figures(marks: Marks) -> dict[str, Any]:
             group, adaptive = optimizer.param_groups[0], type(optimizer).__name__.startswith(_ADAPTIVE)
             numbers = {key: _number(group.get(key)) for key in ("lr", "eps", "weight_decay")}
-            skipped = self._skipped_last.get(optimizer, False)
+            _, skipped = self._last.get(optimizer, (0, False))
             how = {"adaptive": adaptive, "skipped": skipped, "scaler": scaler}
             return {"scale": self.scale_of(marks), **numbers, **how}
 
@@ -629,7 +630,9 @@ class Ledger:
     def used(self, here: Here, stepped: Stepped) -> None:
         """An optimizer used its gradients, or was to use them and was skipped."""
         optimizer = stepped.optimizer
-        self._skipped_last[optimizer] = bool(stepped.skipped)
+        if self._last.get(optimizer, (here.thread,))[0] != here.thread:
+            self._recorder.cannot_check("gradients that several threads use", "AMP00", "AMP019")
+        self._last[optimizer] = here.thread, bool(stepped.skipped)
         gradients = self.present(optimizer)
         if self._recorder.looking and not here.depth:
             self.written(gradients)  # whatever the optimizer did to them is no news

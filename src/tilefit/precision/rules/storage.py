@@ -45,12 +45,12 @@ class Movement(PrecisionRule):
 class UpdateBelowUlp(Movement, code="AMP013", needs=("half-precision weights",), values=True):
     """Weights in half precision do not move, because each update is too small to change them.
 
-    What it sees: Over 32 steps, up to 1024 values of each half-precision parameter are followed by the same
-    optimizer in fp32, with the same gradients. The projection of the actual movement on that is about 1 where
-    all is well, also with stochastic rounding, Kahan summation or fp32 master weights, and about 0 where the
-    updates are lost. Under other optimizers, and where there is none, each operation that updates such
-    weights is repeated in fp32 on watched steps: a note, as the code may keep elsewhere what is rounded away.
-    In a run of 3 to 29 steps it is a note, too. It is never looked at for fp32 parameters.
+    What it sees: The first 32 steps are made again by the same optimizer in fp32 on up to 1024 values of each
+    half-precision parameter, with the same gradients and state. The projection of the actual movement on that
+    is about 1 where all is well, also with stochastic rounding, Kahan summation or fp32 master weights, and
+    about 0 where the updates are lost. Under other optimizers, and where there is none, each operation that
+    updates such weights is repeated in fp32 on watched steps: a note, as the code may keep elsewhere what is
+    rounded away. In a run of 3 to 29 steps it is a note, too. It is never looked at for fp32 parameters.
 
     Why nobody notices: A bf16 weight keeps 8 bits, so hardly any answers an update below |w|/512. The loss
     falls a little, as the small weights learn, then stalls.
