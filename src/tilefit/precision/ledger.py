@@ -510,8 +510,7 @@ class Ledger:
             module: What the event is about.
         """
         here, recorder, source = self.here, self._recorder, user_line()
-        before = {gradient.state for gradient in gradients}
-        partly = not {state.kind for state in before} <= {Kind.LEFT, Kind.USED, Kind.NONE}
+        before = [gradient.state for gradient in gradients]
         for wrong, those in move(gradients, cause).items():
             # What carries no scale is never seen to carry none.
             absent = wrong in ("plain", "mixed")
@@ -519,6 +518,7 @@ class Ledger:
 
             def event(wrong: str = wrong, those: list[Gradient] = those, seen: bool = seen) -> PrecisionRule:
                 marks: Marks = frozenset().union(*(gradient.state.marks for gradient in those))
+                partly = not {state.kind for state in before} <= {Kind.LEFT, Kind.USED, Kind.NONE}
                 more = {"parameters": len(those), "partly": partly, **figures(marks)}
                 return misuse(wrong, source=source, module=module, seen=seen, **more)
 

@@ -59,6 +59,8 @@ PARAMETERS = 64
 _UPDATES = frozenset("add sub rsub lerp addcmul addcdiv".split())
 _PRODUCTS = frozenset("mul div neg".split())
 _MOVES = frozenset("copy clone _to_copy".split())
+#: How an optimizer's step is made again: as its formula says, on whatever device.
+_PLAINLY = {"foreach": False, "fused": False, "capturable": False}
 #: Where the values of a tensor are.
 _Place = tuple[Any, ...]
 
@@ -193,7 +195,7 @@ def _expected(optimizer: Optimizer, base: type[Optimizer]) -> Iterator[_Expected
             before = _sampled(parameters)
             wide = before.clone().requires_grad_()
             wide.grad = _sampled([p.grad for p in parameters if p.grad is not None])
-            twin = base([{**kept, "params": [wide], "foreach": False, "fused": False}], lr=1e-3)  # type: ignore[call-arg]
+            twin = base([{**kept, **_PLAINLY, "params": [wide]}], lr=1e-3)  # type: ignore[call-arg]
             states = [optimizer.state.get(p, {}) for p in parameters]
             for name, value in states[0].items():
                 if isinstance(value, Tensor) and value.shape == parameters[0].shape:
