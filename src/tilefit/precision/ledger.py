@@ -283,7 +283,7 @@ class Ledger:
         #: What runs on the threads of the backward passes that run, and by autograd's number of each.
         self._passes: list[Here] = []
         self._tasks: dict[int, Here] = {}
-        self._handles: list[Any] = []
+        self._ends = ExitStack()
         self.look: Any = None
         self.before_observing: Callable[[], None] = lambda: None
 
@@ -368,10 +368,8 @@ class Ledger:
 
     def patches(self) -> list[Patch]:
         """What it follows; optimizers' steps as well, from now on."""
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._ends.enter_context(register_optimizer_step_pre_hook(self._before_step))
+        self._ends.enter_context(register_optimizer_step_post_hook(self._after_step))
         return [
             (torch.autograd, "_make_grads", self._gradients_are_given),
             (torch.autograd, "_engine_run_backward", self._backward),
@@ -382,9 +380,7 @@ class Ledger:
 
     def stop(self) -> None:
         """End."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._ends.close()
 
     def observe(self, here: Here, marks: Marks | None = None) -> None:
         """Look which gradients have changed: by a backward pass with marks, or by hand."""

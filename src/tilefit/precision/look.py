@@ -247,8 +247,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thorough, self.names = thorough, recorder.names
         self.lines: dict[int, str] = {}
         self._running = _Running()
-        self._handles: list[Any] = []
-        self._patches = Patches()
+        self._ends = ExitStack()
         self._paused = False
         self.thread = threading.get_ident()
         self._met: set[int] = set()
@@ -267,11 +266,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Push the mode. No backward pass may be running."""
-        self._handles = [
-            nn_module.register_module_forward_pre_hook(self._entered),
-            nn_module.register_module_forward_hook(self._left, always_call=True),
-        ]
-        self._patches.apply((BackwardCFunction, "apply", self._function))
+        self._ends.enter_context(nn_module.register_module_forward_pre_hook(self._entered))
+        self._ends.enter_context(nn_module.register_module_forward_hook(self._left, always_call=True))
+        self._ends.enter_context(Patches().applied((BackwardCFunction, "apply", self._function)))
         self._ledger.look = self
         self.switch_on()
 
@@ -281,10 +278,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Returns:
             False where something of the user's lies above the mode: it then stays, and does nothing.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._patches.undo()
+        self._ends.close()
         self._ledger.look = None
         self._paused = True
         self._switch_off()

@@ -7,16 +7,15 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from torch import nn
 
 from tilefit.precision.rules import PrecisionRule, all_rules
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
 from tilefit.rules.registry import pages
 from tilefit.version import __version__
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _log = logging.getLogger("tilefit.precision")
 #: What makes alarms one: code, line, module where it matters, and what to do.

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ from tilefit.precision.window import Window
 from tilefit.report.watched import CANNOT, CHECKED, INAPPLICABLE, Check, Watched
 from tilefit.rules.finding import Alarm
 from tilefit.rules.registry import choose
-
-if TYPE_CHECKING:
-    from typing import Self
 
 #: The first steps are looked at closely, then one in so many.
 FIRST_STEPS = 4
