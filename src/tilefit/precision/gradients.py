@@ -89,6 +89,11 @@ _WITH_MARKS = (Kind.SCALED, Kind.MIXED, Kind.SPREAD)
 _GONE = (Kind.NONE, Kind.USED, Kind.SPENT, Kind.LEFT)
 
 
+def scales_of(marks: Iterable[Mark]) -> frozenset[Mark]:
+    """The marks of scalers, without those of constants."""
+    return frozenset(mark for mark in marks if mark.scaler != HAND)
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """What is known of a gradient; ``marks`` are those of its parts that carry a scale."""
@@ -113,7 +118,7 @@ class State:
 
     def adding(self, marks: frozenset[Mark]) -> Cause:
         """What a backward pass with these marks is to it."""
-        scales = {mark for mark in marks if mark.scaler != HAND}
+        scales = scales_of(marks)
         if not scales:
             return Cause.ADD_PLAIN
         own = self.marks if self.scaled else scales

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from tilefit.precision.degrees import base_name, keeps_no_value, result_degree
-from tilefit.precision.gradients import HAND, Cause, Gradient, Kind, Mark, State, move
+from tilefit.precision.gradients import Cause, Gradient, Kind, State, move, scales_of
 from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Hooked, Hooks, Marks, Tracker, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
@@ -93,7 +92,7 @@ class Window(Tracker, Observer):
 
     def on_gave(self, gave: Gave) -> None:
         """Gradients that a backward pass returned are gradients too."""
-        marks = _scales(gave.marks)
+        marks = scales_of(gave.marks)
         for gradient in gave.gradients if marks and self._ledger.closely else ():
             if isinstance(gradient, Tensor):
                 self._derived.note(gradient, _Derived(1.0, marks))
@@ -338,7 +337,7 @@ class Window(Tracker, Observer):
 
     def on_hooks(self, hooks: Hooks) -> None:
         """A hook of the user's begins to run on a gradient on its way into a parameter's ``.grad``."""
-        marks = _scales(self._ledger.here.reached)
+        marks = scales_of(self._ledger.here.reached)
         known = self._ledger.follow(hooks.parameter)
         self._held = {}
         if hooks.gradient is hooks.parameter.grad:
@@ -352,16 +351,12 @@ class Window(Tracker, Observer):
         """It has run."""
         here, result = self._ledger.here, hooked.result
         derived = self._derived.of(hooked.gradient if result is None else result)
-        cause = Cause.WRITTEN if _scales(here.reached) and result is not None else Cause.KEPT
+        cause = Cause.WRITTEN if scales_of(here.reached) and result is not None else Cause.KEPT
         if derived is not None:
             cause = self._judge_whole(derived)
         if cause is Cause.UNSCALED:
             here.unscaled.add(id(hooked.parameter))
         here.unknown |= cause is Cause.WRITTEN
-
-
-def _scales(marks: Iterable[Mark]) -> Marks:
-    return frozenset(mark for mark in marks if mark.scaler != HAND)
 
 
 def _by(call: Call, other: Any, zero: float = 1.0) -> float:
