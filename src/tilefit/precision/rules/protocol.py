@@ -114,7 +114,8 @@ class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SC
     """The optimizer steps on gradients that still carry the loss scale.
 
     What it sees: `optimizer.step()` itself is called while the gradients' scale has not been divided out, or
-    they are added by hand to weights, or to copies of weights that are copied back.
+    they are added by hand to weights, or to copies of weights that are copied back; a step through the scaler
+    on gradients that came about after `unscale_`.
 
     Why nobody notices: Adam divides by the gradients' own size, so the scale cancels: losses agree to many
     digits. What does not cancel: eps (65536 times too small in effect), an L2 penalty through the gradient,
@@ -147,6 +148,8 @@ class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SC
     adaptive: bool = False
     #: The user's own code adds them to the weights.
     by_hand: bool = False
+    #: It steps through the scaler, which took them for divided.
+    scaler: bool = False
 
     def judge(self) -> Alarm:
         scale, s, effects = self.scale, figure(self.scale), []
@@ -159,6 +162,9 @@ class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SC
             effects.append(f"a weight decay through the gradient acts as {acts}")
         message = f"{self.module} steps on gradients that carry a loss scale of {s}"
         fix = "Divide the gradients by the scale first, and check them for inf." if self.by_hand else ""
+        fix = (
+            "Call scaler.unscale_(optimizer) once, after the step's last backward()." if self.scaler else fix
+        )
         return self.alarm(message, *effects, "the check for inf and NaN is left out", fix=fix)
 
 
