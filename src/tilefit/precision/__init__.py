@@ -4,8 +4,8 @@
     ...     train()
     >>> print(w.report())  # doctest: +SKIP
 
-Its parts: trackers (``ledger``, ``regions``, ``window``, ``numerics``, ``movement``, ``ranks``, …) observe a
-run and say what happened as plain data (``events``); ``rules`` judge the data. Only the trackers import
+Its parts: trackers (``ledger``, ``window``, ``scalers``, ``autocast``, ``numerics``, ``storage``, ``ranks``) observe a
+run and say what happened as plain data; ``rules`` judge the data. Only the trackers import
 torch.
 """
 
