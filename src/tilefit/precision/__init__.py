@@ -4,9 +4,8 @@
     ...     train()
     >>> print(w.report())  # doctest: +SKIP
 
-Its parts: trackers (``ledger``, ``window``, ``scalers``, ``autocast``, ``numerics``, ``storage``, ``ranks``) observe a
-run and say what happened as plain data; ``rules`` judge the data. Only the trackers import
-torch.
+Its parts: trackers (``ledger``, ``window``, ``scalers``, ``autocast``, ``numerics``, ``storage``, ``ranks``)
+observe a run and say what happened as plain data; ``rules`` judge the data. Only the trackers import torch.
 """
 
 from __future__ import annotations
