@@ -71,6 +71,8 @@ class Window(Tracker, Observer):
         #: Numbers read from gradients in this step; and by line, a factor and its products with such numbers.
         self._read: list[float] = []
         self._factors: dict[str, tuple[float, list[float]]] = {}
+        #: Gradients, by ``id``, whose loss was multiplied by a constant that was divided out.
+        self._undone: set[int] = set()
         self._ledger.before_observing = self._replaced
 
     def on_begins(self, begins: Begins) -> None:
@@ -79,7 +81,7 @@ class Window(Tracker, Observer):
             self._held = {}
 
     def end(self) -> None:
-        for kept in (self._derived, self._copies, self._places, self._read):
+        for kept in (self._derived, self._copies, self._places, self._undone, self._read):
             kept.clear()
 
     def on_ended(self, ended: Ended | None) -> None:
@@ -250,11 +252,10 @@ class Window(Tracker, Observer):
             self._ledger.wait(constant, clipped)
         scales = [scale_of(scaler) for scaler, _ in self._ledger.scalers]
         undone = [scale for scale in (constant, *scales) if scale > 1 and abs(by * scale - 1) < NEAR]
-        if undone and not constant:
+        if undone and (not constant or id(gradients[0]) in self._undone):
             self._divided(gradients, undone[0])
             return
-        for gradient in gradients if undone else ():
-            gradient.state = State(Kind.DIVIDED)
+        self._undone.update(map(id, gradients if undone else ()))
         raised = any(abs(by / scale - 1) < NEAR for scale in scales)
         self._accept(gradients, Cause.WRITTEN if raised else Cause.KEPT)
 
