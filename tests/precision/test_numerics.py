@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 
 from precision.loops.parts import BF16, FP16, batch, mse, net, scaler
 from tilefit.precision import watch
-from tilefit.precision.exponents import Histogram
+from tilefit.precision.numerics import Histogram
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from tilefit.precision.rules import PrecisionRule, all_rules
 from tilefit.precision.rules.autocast import LossInHalfPrecision
 from tilefit.precision.rules.numerics import ReductionInHalf
-from tilefit.precision.rules.protocol import wrong_division
+from tilefit.precision.rules.protocol import misuse
 from tilefit.precision.rules.scaler import ScaleCollapse, ScheduleAdvancesOnSkip, refused
 from tilefit.precision.rules.storage import (
     AccumulationNotAveraged,
@@ -91,7 +91,7 @@ def test_accumulation_is_read_off_the_factor(factor: float, found: bool) -> None
 
 @pytest.mark.parametrize(("carried", "severity"), [(65536.0, "warning"), (32768.0, "error"), (None, "error")])
 def test_an_older_scale_is_an_error_where_it_has_changed(carried: float | None, severity: str) -> None:
-    event = wrong_division("older", 65536.0, carried=carried)
+    event = misuse("older", scale=65536.0, carried=carried)
     assert event.code == "AMP005"
     assert _severities(event) == [severity]
 

@@ -567,7 +567,7 @@ def _rows(w: Watch) -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("some", [False, True])
-def test_of_a_backward_pass_the_nodes_that_ran_are_counted(some: bool) -> None:
+def test_of_a_whole_backward_pass_the_nodes_are_counted(some: bool) -> None:
     first, second = nn.Linear(8, 8), nn.Linear(8, 4)
     parameters = [*first.parameters(), *second.parameters()]
     optimizer = SGD(parameters, lr=0.0)
@@ -582,8 +582,8 @@ def test_of_a_backward_pass_the_nodes_that_ran_are_counted(some: bool) -> None:
                 loss.backward()
             optimizer.step()
     counted = {name: counts for (name, phase), counts in _rows(w).items() if phase == "backward"}
-    # To the second layer's weights alone, neither the first layer's product nor what adds to .grad runs.
-    assert counted["AddmmBackward0"] == (("1",) if some else ("2",))
+    # Of a pass to some weights alone nobody knows without hooks which nodes it runs.
+    assert counted.get("AddmmBackward0") == (None if some else ("2",))
     assert ("ReluBackward0" in counted) is not some
     assert counted.get("AccumulateGrad") == (None if some else ("4",))
 
@@ -788,8 +788,7 @@ def test_a_backward_pass_to_chosen_inputs_is_not_followed_beyond_them() -> None:
             h.sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     rows = _rows(w)
-    assert rows["ExpBackward0", "backward"] == ("10",)  # five to chosen inputs, five in the whole pass
-    assert rows["MulBackward0", "backward"] == ("5",)
+    assert rows["ExpBackward0", "backward"] == rows["MulBackward0", "backward"] == ("5",)  # of the whole pass
 
 
 def test_a_loss_may_have_attributes_of_the_user_s() -> None:

@@ -4,9 +4,8 @@
     ...     train()
     >>> print(w.report())  # doctest: +SKIP
 
-Its parts: trackers (``ledger``, ``regions``, ``window``, ``shadow``, ``movement``, ``ranks``, …) observe a
-run and say what happened as plain data (``events``); ``rules`` judge the data. Only the trackers import
-torch.
+Its parts: trackers (``ledger``, ``window``, ``scalers``, ``autocast``, ``numerics``, ``storage``, ``ranks``)
+observe a run and say what happened as plain data; ``rules`` judge the data. Only the trackers import torch.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch", "check_accumulation", "check_resume", "compare", "first_divergence", "watch"]
 
-_HOMES = {
-    "Watch": "watching",
-    "check_accumulation": "replay",
-    "check_resume": "replay",
-    "compare": "replay",
-    "first_divergence": "replay",
-    "watch": "watching",
-}
+_HOMES = {name: "watching" if name in ("Watch", "watch") else "replay" for name in __all__}
 
 
 def __getattr__(name: str) -> Any:

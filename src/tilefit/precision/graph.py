@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilefit.precision.marks import Mark
+from tilefit.precision.gradients import Mark
 from tilefit.precision.tensors import HALF
 
 #: Key in a node's metadata under which the ledger leaves its mark.
@@ -51,7 +51,7 @@ class Chain:
 
     marks: set[Mark] = field(default_factory=set)
     plain: int = 0
-    half: tuple[str, str, int] | None = None
+    half: tuple[str, torch.dtype, int] | None = None
     factor: float | None = 1.0
     mean: bool = True
     clean: bool = True
@@ -77,7 +77,7 @@ def chain(roots: Iterable[torch.Tensor]) -> Chain:
             found.mean = False
             continue
         if found.half is None and metadata.dtype in HALF:
-            found.half = (name, str(metadata.dtype), node._sequence_nr())
+            found.half = (name, metadata.dtype, node._sequence_nr())
         follow = [child for child, _ in node.next_functions if child is not None]
         if not name.startswith(_PASS):
             found.plain += not scaled
@@ -100,6 +100,7 @@ MOST = 10_000
 
 #: Of a node, its name and the element type of the gradient it is given, None where that is not known.
 Kind = tuple[str, torch.dtype | None]
+Visit = Callable[[Any, Kind], object]
 
 
 @dataclass(slots=True)
@@ -108,12 +109,6 @@ class Scan:
 
     nodes: Counter[Kind] = field(default_factory=Counter)
     leaves: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, node: Any, kind: Kind) -> None:
-        """One more node."""
-        self.nodes[kind] += 1
-        if kind[0].endswith("AccumulateGrad"):
-            self.leaves.append(node.variable)
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -126,11 +121,16 @@ class Scan:
         return any(name.startswith("CompiledFunction") for name, _ in self.nodes)
 
 
-def scan(roots: Iterable[Any], limit: int = 400) -> Scan:
-    """Look at the first ``limit`` nodes below the roots of a backward pass."""
+def scan(
+    roots: Iterable[Any], inputs: Sequence[Any] = (), limit: int = 400, visit: Visit = lambda node, kind: None
+) -> Scan:
+    """Look at the first ``limit`` nodes below the roots of a backward pass to inputs, and visit each."""
     found = Scan()
-    for node, kind in islice(nodes(roots), limit):
-        found.add(node, kind)
+    for node, kind in islice(nodes(roots, inputs), limit):
+        found.nodes[kind] += 1
+        if kind[0].endswith("AccumulateGrad"):
+            found.leaves.append(node.variable)
+        visit(node, kind)
     return found
 
 

@@ -5,18 +5,20 @@ that it changed has the marks of its roots added. What uses gradients (``unscale
 step) is then judged by their states; gradients that are cleared before anybody uses them do not matter. What
 follows is said only where the gradients' own values, of which some are kept on steps that are looked at
 closely, show that nothing has touched them in between: a write through ``.data`` leaves no other trace.
+
+Each thread has books of its own: what another thread does to gradients is, to it, what nobody saw.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -27,23 +29,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.precision import graph
-from tilefit.precision.gradients import SHARED, Gradient, move, sample
+from tilefit.precision.gradients import HAND, Cause, Gradient, Happens, Kind, Mark, State, move, sample
 from tilefit.precision.lines import user_line
-from tilefit.precision.marks import HAND, Cause, Kind, Mark, State
 from tilefit.precision.patches import Patch
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules import PrecisionRule
-from tilefit.precision.rules.protocol import (
-    ClipOnScaled,
-    DoubleStep,
-    MixedAccumulation,
-    StepWithoutUnscale,
-    wrong_division,
-)
+from tilefit.precision.rules.protocol import misuse
 from tilefit.precision.tensors import has_values, parameters_of
 
 Marks = frozenset[Mark]
 Running = Generator[None, Any, None]
+Rule = type[PrecisionRule]
+#: What a rule says of gradients that carry marks, beside where, how many and what is wrong.
+Figures = Callable[[Marks], dict[str, Any]]
 
 _ADAPTIVE = ("Adam", "RMSprop", "Adagrad", "Adadelta", "LAMB", "Lamb", "Adafactor", "Lion")
 #: Optimizers that treat every element by itself, so that a sample of elements behaves as the whole tensor
@@ -54,42 +52,98 @@ NEAR = 1e-4
 
 
 @dataclass(slots=True)
+class Region:
+    """An outermost autocast region: its number, a new one where the cache is cleared; the line that entered
+    it; and whether its cache is on."""
+
+    number: int
+    source: str
+    cache: bool
+
+
+class Pass(NamedTuple):
+    """A backward pass that was looked at: its line, and what its loss was multiplied by if it is a mean."""
+
+    source: str
+    factor: float | None
+
+
+@dataclass(slots=True)
+class Cycle:
+    """What has happened on a thread since the last step of any optimizer.
+
+    Attributes:
+        scale_met: A scaled loss was met.
+        inferred: Something may have brought a scale along unseen, and
+        unclean: a loss was a product with a tensor that may have.
+        multiplied: What the user multiplied each gradient by, by ``id``.
+        pending: Clips and writes of gradients that a constant may be divided out of yet, and what emits them.
+        passes: The backward passes, on steps that are looked at.
+        fp16: fp16 gradients flowed through a graph that was looked at.
+        hand_scaled: A loss was multiplied by something that may be a scale made by hand.
+        dtypes: Element types of the autocast regions entered with gradients on, outside of backward passes.
+        source: The line that entered the last of them.
+    """
+
+    scale_met: bool = False
+    inferred: bool = False
+    unclean: bool = False
+    multiplied: defaultdict[int, float] = field(default_factory=lambda: defaultdict(lambda: 1.0))
+    pending: list[tuple[float, PrecisionRule]] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    fp16: bool = False
+    hand_scaled: bool = False
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    source: str = ""
+
+
+@dataclass(slots=True, eq=False)
 class Here:
-    """What runs on a thread that trains.
+    """What runs on a thread that trains, and what is known there.
 
     Attributes:
         thread: Its number.
+        gradients: The gradients followed, by ``id`` of their parameter.
+        of: The gradients of each optimizer seen.
+        open: Some gradient was changed by a backward pass and has not been used yet.
+        cycle: What has happened since the last step.
+        regions: The autocast regions that are open, and how many were entered so far.
+        region: The outermost of them, None without one.
         depth: Backward passes that are running, one inside another.
         reached: Marks met by the outermost of them; ``unknown`` where it was given gradients.
-        inferred: Since the last step something may have brought a scale along unseen, and
-        unclean: a loss was a product with a tensor that may have.
         unscaled: Parameters, by ``id``, whose hooks have divided the scale out.
         given: The gradients given to the backward pass that is about to begin.
         chain, scan: What the graph of the last backward pass says, on steps that are looked at closely.
         stepping: Optimizers whose step runs, one inside another.
-        evaluates: The one that steps calls a closure.
         in_use: An optimizer or a scaler is at work: what it writes is its own.
         scaler_step: The scaler and the optimizer of the ``scaler.step`` that runs.
         ran: The optimizer's own step was called within it.
-        scale_met: A scaled loss was met since the last step.
     """
 
     thread: int
+    gradients: dict[int, Gradient] = field(default_factory=dict)
+    of: WeakKeyDictionary[Optimizer, list[Gradient]] = field(default_factory=WeakKeyDictionary)
+    open: bool = False
+    cycle: Cycle = field(default_factory=Cycle)
+    regions: list[Any] = field(default_factory=list)
+    entered: int = 0
+    region: Region | None = None
     depth: int = 0
     reached: set[Mark] = field(default_factory=set)
     unscaled: set[int] = field(default_factory=set)
     unknown: bool = False
-    inferred: bool = False
-    unclean: bool = False
     given: tuple[Any, ...] = ()
     chain: graph.Chain = field(default_factory=graph.Chain)
     scan: graph.Scan = field(default_factory=graph.Scan)
     stepping: list[Optimizer] = field(default_factory=list)
-    evaluates: bool = False
     in_use: int = 0
     scaler_step: tuple[Any, Optimizer] | None = None
     ran: bool = False
-    scale_met: bool = False
+
+    @property
+    def cached_in(self) -> int:
+        """The number of the present outermost autocast region, 0 if there is none or its cache is off."""
+        return self.region.number if self.region is not None and self.region.cache else 0
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -111,6 +165,11 @@ def twin_of(kind: type[Optimizer]) -> type[Optimizer] | None:
     """The class of PyTorch's that an optimizer steps as, where a sample steps as the whole does."""
     base = next((c for c in kind.__mro__ if c.__module__.startswith("torch.optim.")), None)
     return base if base is not None and base.__name__ in _ELEMENTWISE else None
+
+
+def is_pytorchs(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer is PyTorch's own code."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 class _Local(threading.local):
@@ -136,6 +195,21 @@ class Gave(NamedTuple):
     marks: Marks
 
 
+class Hooks(NamedTuple):
+    """A hook of the user's begins to run on a gradient, within a backward pass that is looked at closely."""
+
+    parameter: Tensor
+    gradient: Tensor
+
+
+class Hooked(NamedTuple):
+    """It has run, and gave a result."""
+
+    parameter: Tensor
+    gradient: Tensor
+    result: Any
+
+
 class Stepping(NamedTuple):
     """An optimizer is about to step on gradients that carry no scale any more."""
 
@@ -158,12 +232,6 @@ class Stepped(NamedTuple):
     plain: bool
 
 
-class Unscaled(NamedTuple):
-    """An optimizer stepped on gradients that went through fp16 without a scale, from a backward pass here."""
-
-    source: str
-
-
 @dataclass(slots=True)
 class Scaler:
     """A gradient scaler.
@@ -171,7 +239,7 @@ class Scaler:
     Attributes:
         number: Its number among the scalers seen.
         generation: How often it was updated.
-        previous: The scale before the last update, where gradients were left that carry it.
+        previous: The scale before the last update.
         skipped: Steps skipped in a row.
         bad_losses: Losses in a row, since the last step that was made, that were not finite.
         stepped: Names of the optimizers stepped since the last update, and those before it.
@@ -202,32 +270,21 @@ class Ledger:
         recorder: Where events go.
 
     Attributes:
-        open: Some gradient was changed by a backward pass and has not been used yet.
-        region: The number of the present outermost autocast region with a cache; 0 for none.
         before_observing: Called before gradients that were changed by hand are looked for.
         look: The close look at this step (:class:`~tilefit.precision.look.Look`); None where nobody looks.
-        multiplied: What the user multiplied each gradient by, by ``id``, since the last step.
-        pending: Clips and writes of gradients that a constant may be divided out of yet, and what emits them.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._gradients: dict[int, Gradient] = {}
-        self._of: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
-        self._owners: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._scalers: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
-        self._skipped_last: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._scalers: WeakKeyDictionary[Any, Scaler] = WeakKeyDictionary()
+        #: Of each optimizer, the thread of its last step, and whether that was skipped.
+        self._last: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._local = _Local()
-        self._tasks: dict[int, Here] = {}
+        #: What runs on the threads of the backward passes that run, and by autograd's number of each.
         self._passes: list[Here] = []
-        self._threads: set[int] = set()
-        self._sampling = False
-        self._handles: list[Any] = []
-        self.pending: list[tuple[float, Callable[[], object]]] = []
-        self.open = False
+        self._tasks: dict[int, Here] = {}
+        self._ends = ExitStack()
         self.look: Any = None
-        self.multiplied: defaultdict[int, float] = defaultdict(lambda: 1.0)
-        self.region: Callable[[], int] = lambda: 0
         self.before_observing: Callable[[], None] = lambda: None
 
     # ---- what is known ---------------------------------------------------------------------
@@ -235,21 +292,20 @@ class Ledger:
     @property
     def here(self) -> Here:
         """What runs on this thread; on one of autograd's own, on the thread that its backward pass is of."""
-        mine = self._local.here
-        if mine.depth or not self._passes:
+        mine, task = self._local.here, -1
+        if self._passes and not mine.depth:
+            task = torch._C._current_graph_task_id()
+        if task < 0:
             return mine
         # On a GPU autograd runs nodes on threads of its own; the hooks of a root come before those that tell
         # which pass it is of.
-        known = self._tasks.get(torch._C._current_graph_task_id())
-        if known is not None or torch._C._current_graph_task_id() < 0:
-            return known or mine
-        passes = {id(here): here for here in self._passes}
-        if len(passes) == 1:
-            return self._passes[0]
-        for here in self._passes:
-            here.unknown = True  # it may be any one's
-        self._recorder.cannot_check("backward passes of several threads on a GPU", "AMP00", "AMP019")
-        return mine
+        known, running = self._tasks.get(task), list(self._passes)
+        if known is None and any(here is not running[0] for here in running):
+            for here in running:
+                here.unknown = True  # it may be any one's
+            self._recorder.cannot_check("backward passes of several threads on a GPU", "AMP00", "AMP019")
+            return mine
+        return known or running[0]
 
     @property
     def closely(self) -> bool:
@@ -257,27 +313,18 @@ class Ledger:
         return self.look is not None and self.look.thread == self.here.thread
 
     @property
-    def gradients(self) -> Iterable[Gradient]:
-        """All gradients."""
-        return list(self._gradients.values())  # another thread may add some
+    def gradients(self) -> list[Gradient]:
+        """All gradients that are followed here."""
+        return list(self.here.gradients.values())  # hooks may add some
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that are followed."""
+        """The parameters that are followed here."""
         return [parameter for g in self.gradients if (parameter := g.parameter()) is not None]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers seen."""
-        return list(self._of)
 
     def present(self, optimizer: Optimizer) -> list[Gradient]:
         """The gradients of an optimizer, those there are."""
-        return [gradient for gradient in self.of(optimizer) if gradient.present]
-
-    def of(self, optimizer: Optimizer) -> list[Gradient]:
-        """The gradients of an optimizer."""
-        return self._of.get(optimizer, [])
+        return [gradient for gradient in self.here.of.get(optimizer, []) if gradient.present]
 
     def scaler(self, scaler: Any) -> Scaler:
         """What is known of a scaler."""
@@ -294,80 +341,52 @@ class Ledger:
         scales = (scale_of(s) for s, known in self._scalers.items() if known.number in factors)
         return next(scales, factors.get(HAND, 1.0))
 
-    def is_parameter(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter that is followed."""
-        known = self._gradients.get(id(tensor))
-        return known is not None and known.parameter() is tensor
-
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Follow the parameters of an optimizer."""
-        if len(self.of(optimizer)) == sum(len(group["params"]) for group in optimizer.param_groups) > 0:
-            return
-        self._of[optimizer] = [self.follow(parameter) for parameter in parameters_of(optimizer)]
-        self._owners.pop(optimizer, None)
-        for number, gradient in enumerate(self._of[optimizer]):
-            gradient.speaks(number)
+    def followed(self, parameters: Iterable[Tensor]) -> list[Gradient]:
+        """The gradients of those of the parameters that are followed."""
+        known = ((self.here.gradients.get(id(p)), p) for p in parameters)
+        return [gradient for gradient, p in known if gradient is not None and gradient.parameter() is p]
 
     def follow(self, parameter: Tensor) -> Gradient:
         """Follow a parameter."""
-        known = self._gradients.get(id(parameter))
+        gradients = self.here.gradients
+        known = gradients.get(id(parameter))
         if known is None or known.parameter() is not parameter:
-            known = self._gradients[id(parameter)] = Gradient(weakref.ref(parameter))
-            known.speaks(len(self._gradients) - 1)
+            known = gradients[id(parameter)] = Gradient(ref(parameter))
+            known.speaks(len(gradients) - 1)
         return known
 
-    def followed(self, parameters: Iterable[Tensor]) -> list[Gradient]:
-        """The gradients of those of the parameters that are followed."""
-        return [known for p in parameters if (known := self._gradients.get(id(p))) is not None]
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Follow the parameters of an optimizer."""
+        of = self.here.of
+        if len(of.get(optimizer, [])) == sum(len(group["params"]) for group in optimizer.param_groups) > 0:
+            return
+        of[optimizer] = [self.follow(parameter) for parameter in parameters_of(optimizer)]
+        for number, gradient in enumerate(of[optimizer]):
+            gradient.speaks(number)
 
     # ---- watching --------------------------------------------------------------------------
 
     def patches(self) -> list[Patch]:
         """What it follows; optimizers' steps as well, from now on."""
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._ends.enter_context(register_optimizer_step_pre_hook(self._before_step))
+        self._ends.enter_context(register_optimizer_step_post_hook(self._after_step))
         return [
             (torch.autograd, "_make_grads", self._gradients_are_given),
             (torch.autograd, "_engine_run_backward", self._backward),
             (Optimizer, "zero_grad", self._zero_grad),
             (torch.nn.Module, "zero_grad", self._zero_grad),
-            (Optimizer, "add_param_group", self._add_param_group),
             (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clip),
         ]
 
     def stop(self) -> None:
         """End."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def mine(self, here: Here) -> list[Gradient]:
-        """The gradients that a thread may use."""
-        if len(self._threads) <= 1:
-            return list(self._gradients.values())
-        threads = None, here.thread
-        return [gradient for gradient in self.gradients if gradient.thread in threads]
-
-    def owned(self, here: Here, optimizer: Optimizer) -> None:
-        """A thread uses an optimizer."""
-        if self._owners.get(optimizer) == here.thread:
-            return
-        self._owners[optimizer] = here.thread
-        self._threads.add(here.thread)
-        for gradient in self.of(optimizer):
-            if gradient.thread is None:
-                gradient.thread = here.thread
-            elif gradient.thread not in (here.thread, SHARED):
-                gradient.thread = SHARED
-                self._recorder.cannot_check("gradients that several threads use", "AMP00", "AMP019")
+        self._ends.close()
 
     def observe(self, here: Here, marks: Marks | None = None) -> None:
         """Look which gradients have changed: by a backward pass with marks, or by hand."""
         if marks is None:
             self.before_observing()
-        touched = [gradient for gradient in self.mine(here) if gradient.change() is Cause.WRITTEN]
+        touched = [gradient for gradient in self.gradients if gradient.change() is Cause.WRITTEN]
         for gradient in touched:
             gradient.sample = None
         if marks is not None:
@@ -377,30 +396,19 @@ class Ledger:
             if any(gradient.state.scaled for gradient in touched):
                 self._recorder.suspect()
             move(touched, Cause.WRITTEN)
-        if self._recorder.looking:
-            self._sampling = True
-            if not capturing():
-                sample(self.mine(here), compare=True)
-        elif self._sampling:
-            self._sampling = False
-            for gradient in self.gradients:
-                gradient.sample = None
+        if self._recorder.looking and not capturing():
+            sample(self.gradients, compare=True)
 
     def _add(self, here: Here, gradients: list[Gradient], marks: Marks) -> None:
-        several, closely = len(self._threads) > 1, self.closely
-        blind: list[Gradient] = []
-        plain: list[Gradient] = []
-        known: list[Gradient] = []
+        closely = self.closely
+        by_cause: defaultdict[Cause | None, list[Gradient]] = defaultdict(list)
         for gradient in gradients:
             parameter = gradient.parameter()
-            hooked = not closely and parameter is not None and has_hooks(parameter)
-            if here.unknown or hooked or (several and gradient.thread is None):
-                blind.append(gradient)
-            else:
-                (plain if id(parameter) in here.unscaled else known).append(gradient)
-        move(blind, Cause.ADD_UNKNOWN)
-        move(plain, Cause.ADD_PLAIN)
-        move(known, lambda state: state.adding(marks), marks)
+            blind = here.unknown or (not closely and parameter is not None and has_hooks(parameter))
+            plain = Cause.ADD_PLAIN if id(parameter) in here.unscaled else None
+            by_cause[Cause.ADD_UNKNOWN if blind else plain].append(gradient)
+        for cause, those in by_cause.items():
+            move(those, cause or (lambda state: state.adding(marks)), marks if cause is None else frozenset())
 
     # ---- backward passes -------------------------------------------------------------------
 
@@ -425,14 +433,12 @@ class Ledger:
 
         with ExitStack() as ends:
             here.depth += 1
-            ends.callback(self._end, here)
             self._passes.append(here)
-            ends.callback(self._passes.remove, here)
+            ends.callback(self._end, here)
             for node in graph.starts(roots):
                 ends.callback(node.register_prehook(runs).remove)
-            # A look is one thread's; where it waits for a backward pass to end, it is nobody's yet.
-            looked_at = self.look is not None and self.look.thread in (0, here.thread)
-            scan = ends.enter_context(self.look.passing(roots, inputs or ())) if looked_at else None
+            # A look is one thread's.
+            scan = ends.enter_context(self.look.passing(roots, inputs or ())) if self.closely else None
             if here.depth == 1:
                 self._begin(here, roots, given, scan)
             result = yield
@@ -440,9 +446,8 @@ class Ledger:
             self._recorder.tell(Gave(result, frozenset(here.reached)))
 
     def _begin(self, here: Here, roots: Sequence[Tensor], given: Any, scan: graph.Scan | None) -> None:
-        self._threads.add(here.thread)
-        if here.stepping and not here.evaluates:
-            # No step is running: the last one raised.
+        if here.stepping and here.in_use:
+            # No step is running that evaluates a closure: the last one raised.
             here.stepping.clear()
             here.in_use = 0
         here.reached.clear()
@@ -458,24 +463,22 @@ class Ledger:
             while here.scan.leaves:
                 self.follow(here.scan.leaves.pop())
             chain = here.chain
-            here.inferred |= not self.closely
-            here.unclean |= not chain.clean
+            here.cycle.inferred |= not self.closely
+            here.cycle.unclean |= not chain.clean
             chain.factor = factor = None if chain.factor is None or factor is None else chain.factor * factor
             if chain.marks and chain.plain:
-                source, marks = user_line(), frozenset(chain.marks)
-                self._recorder.once(
-                    ("mixed loss", source),
-                    lambda: MixedAccumulation(source, kind="loss", scale=self.scale_of(marks)),
-                )
+                what = {"source": user_line(), "scale": self.scale_of(chain.marks)}
+                self._recorder.emit(misuse("loss", **what))
         if factor not in (None, 1.0) and not here.chain.marks:
             here.reached.add(Mark(HAND, 0, factor))
         self._recorder.tell(Begins(roots, here))
 
     def _end(self, here: Here) -> None:
         here.depth -= 1
+        self._passes.remove(here)
         if here.depth == 0:
             self.observe(here, frozenset(here.reached))
-            self.open = True
+            here.open = True
             self._recorder.tell(Ended())
 
     def reach(self, mark: Mark) -> None:
@@ -483,7 +486,7 @@ class Ledger:
         here = self.here
         if here.depth:
             here.reached.add(mark)
-        here.scale_met = True
+        here.cycle.scale_met = True
 
     def replay_ran(self) -> None:
         """A CUDA graph was replayed: gradients may have changed without a trace."""
@@ -492,41 +495,37 @@ class Ledger:
     # ---- judging ---------------------------------------------------------------------------
 
     def judge(
-        self,
-        here: Here,
-        gradients: Iterable[Gradient],
-        cause: Cause | Callable[[State], Cause],
-        make: Callable[[str, list[Gradient], Marks], PrecisionRule],
-        module: str = "",
+        self, gradients: Sequence[Gradient], cause: Happens, figures: Figures, module: str = ""
     ) -> None:
         """Let something use gradients, and say what is wrong with it where that is certain.
 
         Args:
-            here: Where it happens.
             gradients: The gradients.
             cause: What it is to them.
-            make: Makes the event of what is wrong, with which gradients, and their marks.
+            figures: What there is to say of it.
             module: What the event is about.
         """
+        here, recorder, source = self.here, self._recorder, user_line()
         before = [gradient.state for gradient in gradients]
-        recorder, source = self._recorder, user_line()
         for wrong, those in move(gradients, cause).items():
             # What carries no scale is never seen to carry none.
             absent = wrong in ("plain", "mixed")
-            seen = not (absent and here.inferred)
-            marks: Marks = frozenset().union(*(gradient.state.marks for gradient in those))
+            seen = not (absent and here.cycle.inferred)
 
-            def event(wrong: str = wrong, those: Any = those, marks: Marks = marks, seen: bool = seen) -> Any:
-                return replace(make(wrong, those, marks), source=source, module=module, seen=seen)
+            def event(wrong: str = wrong, those: list[Gradient] = those, seen: bool = seen) -> PrecisionRule:
+                marks: Marks = frozenset().union(*(gradient.state.marks for gradient in those))
+                partly = not {state.kind for state in before} <= {Kind.LEFT, Kind.USED, Kind.NONE}
+                more = {"parameters": len(those), "partly": partly, **figures(marks)}
+                return misuse(wrong, source=source, module=module, seen=seen, **more)
 
             if wrong == "hand":
-                self.wait(those[0].state.by_hand, event)
+                self.wait(those[0].state.by_hand, event())
                 continue
             if wrong == "plain" and self._are_scales({state.by_hand for state in before}):
                 continue
             key = (wrong, source, module, seen)
             certain = recorder.looking and any(gradient.sure for gradient in those)
-            if recorder.knows(key) or (certain and not (absent and here.unclean)):
+            if recorder.knows(key) or (certain and not (absent and here.cycle.unclean)):
                 # Whether the scale has changed decides how bad an older one is, each time.
                 recorder.once(key, event, again=wrong == "older")
             elif not recorder.looking:
@@ -536,73 +535,50 @@ class Ledger:
         scales = [scale_of(scaler) for scaler, _ in self.scalers] if any(constants) else []
         return any(abs(constant / scale - 1) < NEAR for constant in constants for scale in scales if scale)
 
-    def divide(self, here: Here, scaler: Any, optimizer: Optimizer) -> None:
+    def divide(self, scaler: Any, optimizer: Optimizer) -> None:
         """Judge that a scaler divides an optimizer's gradients by its scale, which they lose."""
-        known = self.scaler(scaler)
+        known, figures = self.scaler(scaler), self._of_step(optimizer, scaler=True)
         other = next((n for key, n in known.stepped_before.items() if key != id(optimizer)), "")
-        present = self.present(optimizer)
-        if self.repeats(optimizer, present, scaler=True):
-            return
 
-        def make(kind: str, those: list[Gradient], marks: Marks) -> PrecisionRule:
-            if kind == "repeated":
-                return DoubleStep(skipped=False, scaler=True, partly=True)
-            figures: dict[str, Any] = {"parameters": len(those)}
-            if kind == "older":
-                carried = None if known.previous is None else float(known.previous)
-                figures |= {"carried": carried, "other": other}
-            return wrong_division(kind, scale_of(scaler), **figures)
+        def of_division(marks: Marks) -> dict[str, Any]:
+            carried = None if known.previous is None else float(known.previous)
+            return figures(marks) | {"scale": scale_of(scaler), "carried": carried, "other": other}
 
         def cause(state: State) -> Cause:
             return Cause.UNSCALE_OWN if state.marks == {known.mark} else Cause.UNSCALE_OTHER
 
-        self.judge(here, present, cause, make, type(optimizer).__name__)
+        self.judge(self.present(optimizer), cause, of_division, type(optimizer).__name__)
 
-    def repeats(self, optimizer: Optimizer, present: list[Gradient], *, scaler: bool) -> bool:
-        """Whether gradients are about to be used that were used before; said where they are seen to be."""
-        kinds = {gradient.state.kind for gradient in present} - {Kind.NONE}
-        if not kinds or kinds - {Kind.LEFT, Kind.USED}:
-            return False
-        source, name = user_line(), type(optimizer).__name__
-        key, recorder = ("repeated", source, name), self._recorder
-        if Kind.LEFT in kinds or recorder.knows(key):
-            skipped = self._skipped_last.get(optimizer, False)
-            recorder.once(key, lambda: DoubleStep(source, name, skipped=skipped, scaler=scaler))
-        elif not recorder.looking:
-            recorder.suspect()
-        return True
+    def steps(self, optimizer: Optimizer, *, scaler: bool) -> None:
+        """Judge that an optimizer steps on gradients as they are, by itself or through a scaler."""
+        figures = self._of_step(optimizer, scaler=scaler)
+        self.judge(self.present(optimizer), Cause.STEPPED, figures, type(optimizer).__name__)
+
+    def _of_step(self, optimizer: Optimizer, *, scaler: bool) -> Figures:
+        def figures(marks: Marks) -> dict[str, Any]:
+            group, adaptive = optimizer.param_groups[0], type(optimizer).__name__.startswith(_ADAPTIVE)
+            numbers = {key: _number(group.get(key)) for key in ("lr", "eps", "weight_decay")}
+            _, skipped = self._last.get(optimizer, (0, False))
+            how = {"adaptive": adaptive, "skipped": skipped, "scaler": scaler}
+            return {"scale": self.scale_of(marks), **numbers, **how}
+
+        return figures
 
     def _judge_step(self, here: Here, optimizer: Optimizer) -> None:
-        self.owned(here, optimizer)
         divides = getattr(optimizer, "grad_scale", None) is not None
         if here.depth:  # an optimizer that steps within the backward pass
-            changed = [g for g in self.of(optimizer) if g.change() is Cause.WRITTEN]
+            changed = [g for g in here.of[optimizer] if g.change() is Cause.WRITTEN]
             self._add(here, changed, frozenset(here.reached))
             for gradient in changed:
                 gradient.sure = self.closely
         elif here.scaler_step is None or divides:
             self.observe(here)
-        if here.scaler_step is not None:
-            if divides:
-                self.divide(here, here.scaler_step[0], optimizer)
-        elif not divides and not self.repeats(optimizer, self.present(optimizer), scaler=False):
-            self._judge_scaled(here, optimizer)
-        if not divides:
+        if divides and here.scaler_step is not None:
+            self.divide(here.scaler_step[0], optimizer)
+        elif not divides:
+            if here.scaler_step is None:
+                self.steps(optimizer, scaler=False)
             self._recorder.tell(Stepping(optimizer))
-
-    def _judge_scaled(self, here: Here, optimizer: Optimizer) -> None:
-        name, group = type(optimizer).__name__, optimizer.param_groups[0]
-
-        def make(wrong: str, those: list[Gradient], marks: Marks) -> PrecisionRule:
-            if wrong == "repeated":
-                return DoubleStep(skipped=False, scaler=False, partly=True)
-            scale = self.scale_of(marks)
-            if wrong == "mixed":
-                return wrong_division(wrong, scale, parameters=len(those))
-            figures: dict[str, Any] = {key: _number(group.get(key)) for key in ("lr", "eps", "weight_decay")}
-            return StepWithoutUnscale(scale=scale, adaptive=name.startswith(_ADAPTIVE), **figures)
-
-        self.judge(here, self.present(optimizer), Cause.STEPPED, make, name)
 
     # ---- optimizers ------------------------------------------------------------------------
 
@@ -616,7 +592,6 @@ class Ledger:
         here.ran = True
         self.adopt(optimizer)
         closure = _closure(args, kw)
-        here.evaluates = closure is not None
         if closure is None:
             self._judge_step(here, optimizer)
             here.in_use += 1
@@ -645,24 +620,24 @@ class Ledger:
             here.in_use = max(0, here.in_use - 1)
         if here.scaler_step is not None and here.scaler_step[1] is optimizer:
             return  # the scaler's own step ends after it
-        plain = not here.scale_met and all(g.state.kind is Kind.PLAIN for g in self.present(optimizer))
+        plain = not here.cycle.scale_met and all(g.state.kind is Kind.PLAIN for g in self.present(optimizer))
         self.used(here, Stepped(optimizer, False, None, plain))
 
     def used(self, here: Here, stepped: Stepped) -> None:
         """An optimizer used its gradients, or was to use them and was skipped."""
         optimizer = stepped.optimizer
-        self._skipped_last[optimizer] = bool(stepped.skipped)
+        if self._last.get(optimizer, (here.thread,))[0] != here.thread:
+            self._recorder.cannot_check("gradients that several threads use", "AMP00", "AMP019")
+        self._last[optimizer] = here.thread, bool(stepped.skipped)
         gradients = self.present(optimizer)
         if self._recorder.looking and not here.depth:
             self.written(gradients)  # whatever the optimizer did to them is no news
         move(gradients, Cause.USED)
-        region = self.region()
-        for gradient in gradients if region and not stepped.skipped else ():
-            gradient.stepped_in = region
-        self.open = any(gradient.state.fresh for gradient in self.gradients)
-        self.pending.clear()
-        here.scale_met = here.inferred = here.unclean = False
+        for gradient in () if stepped.skipped else gradients:
+            gradient.stepped_in = here.cached_in
+        here.open = any(gradient.state.fresh for gradient in self.gradients)
         self._recorder.tell(stepped)
+        here.cycle = Cycle()
 
     def written(self, gradients: Sequence[Gradient], *, ending: bool = False, alike: bool = False) -> None:
         """What was written to gradients just now is known.
@@ -674,7 +649,6 @@ class Ledger:
                 nothing to see: the first tells, as to ask every one takes time.
         """
         sampled = self._recorder.looking and not capturing()
-        self._sampling |= sampled
         for number, gradient in enumerate(gradients):
             before = gradient.version
             gradient.accept(ending=ending)
@@ -683,50 +657,41 @@ class Ledger:
         if sampled:
             sample(gradients)
 
-    def _add_param_group(self, optimizer: Optimizer, *args: Any, **kw: Any) -> Running:
-        yield
-        if not self.here.in_use:  # one made within a step is the step's own
-            self.adopt(optimizer)
-
     def _zero_grad(self, owner: Any, set_to_none: bool = True) -> Running:
-        here = self.here
-        with here.at_work():
+        if isinstance(owner, Optimizer):
+            self.adopt(owner)  # its gradients are known from the first backward pass on
+        with self.here.at_work():
             yield
-        if set_to_none:
-            return  # that there is no gradient will be seen
-        module = isinstance(owner, torch.nn.Module)
-        known = self.followed(owner.parameters() if module else parameters_of(owner))
-        for gradient in known:
-            gradient.change()
-            gradient.sample = None
-        move(known, Cause.CLEARED)
+        if not set_to_none:  # else it will be seen that there is none
+            optimizer = isinstance(owner, Optimizer)
+            known = self.followed(parameters_of(owner) if optimizer else owner.parameters())
+            for gradient in known:
+                gradient.accept()
+            move(known, Cause.CLEARED)
 
     def _clip(self, parameters: Any, max_norm: float, *args: Any, **kw: Any) -> Running:
         here = self.here
-        if not self.open or not (self._recorder.looking or any(g.state.scaled for g in self.mine(here))):
+        if not here.open or not (self._recorder.looking or any(g.state.scaled for g in self.gradients)):
             return
         self.observe(here)
         known = self.followed([parameters] if isinstance(parameters, Tensor) else list(parameters))
         present = [gradient for gradient in known if gradient.present]
-
-        def make(wrong: str, those: list[Gradient], marks: Marks) -> ClipOnScaled:
-            return ClipOnScaled(threshold=float(max_norm), scale=self.scale_of(marks))
-
-        self.judge(here, present, Cause.CLIPPED, make)
+        limit = float(max_norm)
+        self.judge(present, Cause.CLIPPED, lambda marks: {"threshold": limit, "scale": self.scale_of(marks)})
         with here.at_work():
             yield
         self.written(present)
 
-    def wait(self, constant: float, event: Callable[[], PrecisionRule]) -> None:
+    def wait(self, constant: float, event: PrecisionRule) -> None:
         """What was done to gradients is wrong if a constant that their loss was multiplied by is a scale."""
         if constant:
-            self.pending.append((constant, lambda: self._recorder.emit(event())))
+            self.here.cycle.pending.append((constant, event))
 
     def settle(self, factor: float) -> None:
         """Gradients are multiplied by hand: if it undoes a constant, what was done before is wrong."""
-        for constant, emit in self.pending:
+        for constant, event in self.here.cycle.pending:
             if abs(constant * factor - 1) < NEAR:
-                emit()
+                self._recorder.emit(event)
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -756,22 +721,19 @@ def _closure(args: Any, kw: Any) -> Callable[[], Any] | None:
 
 def _constant(given: Sequence[Any], looking: bool) -> float | None:
     """The number that the gradients given to a backward pass all are; None where that is not known."""
-    found = 1.0
+    numbers: set[float] = set()
     for gradient in given:
+        values = gradient.known() if isinstance(gradient, CudaTensor) else gradient
         if gradient is None:
+            numbers.add(1.0)
             continue
-        if isinstance(gradient, CudaTensor):
-            gradient = gradient.known()
-            if gradient is None:
-                return None
-        if not has_values(gradient) or not (gradient.device.type == "cpu" or (looking and not capturing())):
+        if values is None or not has_values(values):
+            return None
+        if values.device.type != "cpu" and (not looking or capturing()):
             return None
         with torch._C._DisableTorchDispatch():
-            low, high = (float(end) for end in gradient.detach().aminmax())
-        if low != high or (len(given) > 1 and low != found):
-            return None
-        found = low
-    return found
+            numbers.update(float(end) for end in values.detach().aminmax())
+    return numbers.pop() if len(numbers) == 1 else None if numbers else 1.0
 
 
 def _number(value: Any) -> float | None:
@@ -790,13 +752,17 @@ class Tracker:
         self._recorder = recorder
         self._ledger = ledger
         self.set_up()
-        for kind in (Begins, Ended, Gave, Stepping, Stepped, Unscaled):
+        for kind in (Begins, Ended, Gave, Hooks, Hooked, Stepping, Stepped):
             listener = getattr(self, f"on_{kind.__name__.lower()}", None)
             if listener is not None:
                 recorder.on(kind, listener)
 
     def set_up(self) -> None:
         """Make what it keeps."""
+
+    def found(self, rule: Rule, source: str | None = None, module: str = "", /, **what: Any) -> None:
+        """Something that may break a rule has happened, on the line that runs where no other is given."""
+        self._recorder.emit(rule(user_line() if source is None else source, module, **what))
 
     def patches(self) -> list[Patch]:
         """What of PyTorch's it runs around."""

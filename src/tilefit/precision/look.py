@@ -18,10 +18,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -34,11 +33,11 @@ from torch.utils.hooks import RemovableHandle
 
 from tilefit.emulation.device import Device
 from tilefit.precision import graph
-from tilefit.precision.ledger import Ledger, Running, capturing, has_hooks
+from tilefit.precision.ledger import Hooked, Hooks, Ledger, Running, capturing, has_hooks
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patches
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.tensors import HALF, name_of, tensors_in
+from tilefit.precision.tensors import HALF, name_of, targets, tensors_in
 from tilefit.report.watched import Table
 
 #: When an operation runs: outside of backward passes, while no gradient carries a scale or while some do, or
@@ -74,13 +73,18 @@ class Call:
         """The user's line; of a backward operation that of the forward one, if it is known."""
         if self.backward:
             node = torch._C._current_autograd_node()
-            return (node is not None and self.look.line_of(node._sequence_nr())) or user_line()
+            return (node is not None and self.look.lines.get(node._sequence_nr())) or user_line()
         return user_line()
 
     @property
     def module(self) -> str:
         """The innermost module that is running, or empty."""
-        return self.look.module
+        return self.look.names.get(id(self.look.running), "")
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """The tensors it writes to."""
+        return targets(self.func, self.args, self.kwargs)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments."""
@@ -131,8 +135,8 @@ class Observer:
 
 
 class Statistics:
-    """Counts operations by the element type of their first result, and what backward passes go through by
-    that of the gradient given to it."""
+    """Counts operations by the element type of their first result, and the nodes that whole backward passes
+    go through by that of the gradient given to them."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], Counter[torch.dtype]] = {}
@@ -151,26 +155,23 @@ class Statistics:
     def table(self) -> Table:
         """The floating-point operations, the most frequent first; no rows where none was seen."""
         rows = {
-            key: floating
+            key: {name_of(dtype): number for dtype, number in counts.items() if dtype.is_floating_point}
             for key, counts in self._counts.items()
-            if (floating := {name_of(d): n for d, n in counts.items() if d.is_floating_point})
         }
         types = sorted({dtype for row in rows.values() for dtype in row})
-        ordered = sorted(rows.items(), key=lambda item: -sum(item[1].values()))
-        return Table(
-            "Operations by element type, on the steps looked at closely; going backward, nodes of the "
-            "autograd graph by the gradient given to them",
-            ("operation", "phase", *types),
-            tuple((*key, *(str(row.get(dtype, "")) for dtype in types)) for key, row in ordered),
+        ordered = sorted(filter(rows.get, rows), key=lambda key: -sum(rows[key].values()))
+        title = (
+            "Operations by element type, on the steps looked at closely; of whole backward passes, nodes of "
+            "the autograd graph by the gradient given to them"
         )
+        shown = tuple((*key, *(str(rows[key].get(dtype, "")) for dtype in types)) for key in ordered)
+        return Table(title, ("operation", "phase", *types), shown)
 
 
 _Listeners = tuple[Callable[[Call], None], ...]
 #: What runs an operation, its name, what is called before and after it, and how often it had which element
 #: type.
 _Plan = tuple[Callable[..., Any], str, _Listeners, _Listeners, Counter[torch.dtype]]
-#: What hooks a node.
-_Hooks = tuple[Callable[[Any], RemovableHandle | None], ...]
 
 
 class Observers:
@@ -187,36 +188,26 @@ class Observers:
         self.ran = [observer.ran for observer in self.all if type(observer).ran is not Observer.ran]
         #: By phase and by ``id`` of the operation: these live on, and their own hash is computed in Python.
         self.plans: tuple[dict[int, _Plan], ...] = tuple({} for _ in PHASES)
-        self.hooks: dict[graph.Kind, _Hooks] = {}
+        #: Who hooks the nodes of a kind.
+        self.hooks: dict[graph.Kind, list[Observer]] = {}
 
     def plan(self, func: Any, phase: int) -> _Plan:
         """Whom to call for an operation that runs in a phase for the first time."""
         name = func._schema.name.rpartition("::")[2]
-        wanted = [
-            observer for observer in self.all if phase in observer.phases and observer.wants(func, name)
-        ]
+        wanted = [one for one in self.all if phase in one.phases and one.wants(func, name)]
         before = tuple(one.before for one in wanted if type(one).before is not Observer.before)
+        after = tuple(one.after for one in wanted)
         counts = self.statistics.of(name, _COUNTED[phase]) if phase in _COUNTED else Counter()
-        plan = self.plans[phase][id(func)] = (
-            func._op,
-            name,
-            before,
-            tuple(one.after for one in wanted),
-            counts,
-        )
+        plan = self.plans[phase][id(func)] = (func._op, name, before, after, counts)
         return plan
 
-    def hooks_for(self, node: Any, kind: graph.Kind) -> _Hooks:
-        """What hooks the nodes of a kind."""
-        found = self.hooks.get(kind)
-        if found is None:
-            found = tuple(observer.hook for observer in self.all if observer.wants_node(node, kind))
-            self.hooks[kind] = found
-        return found
-
-
-#: Entered with a parameter and a gradient; what it gives is called with the hook's result.
-HookOf = Callable[[Tensor, Tensor], AbstractContextManager[Callable[[Any], None]]]
+    def hook(self, ends: ExitStack, node: Any, kind: graph.Kind) -> None:
+        """Have a node hooked, up to some end, by those that want its kind."""
+        if kind not in self.hooks:
+            self.hooks[kind] = [observer for observer in self.all if observer.wants_node(node, kind)]
+        for observer in self.hooks[kind]:
+            if (handle := observer.hook(node)) is not None:
+                ends.callback(handle.remove)
 
 
 class _Running(threading.local):
@@ -243,32 +234,22 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         observers: Who looks.
         thorough: Stay on in backward passes, and remember the line of every forward operation, not only of
             half-precision scalars.
-        hook_of: Entered around each hook of the user's on a parameter's gradient that the ledger follows.
+
+    Attributes:
+        names: Of modules, by ``id``.
+        lines: The lines of forward operations, by autograd's number of each.
+        thread: The thread that is looked at.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        ledger: Ledger,
-        observers: Observers,
-        *,
-        thorough: bool,
-        hook_of: HookOf | None = None,
-    ) -> None:
+    def __init__(self, recorder: Recorder, ledger: Ledger, observers: Observers, *, thorough: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-        self._ledger = ledger
-        self._observers = observers
-        self._thorough = thorough
-        self._hook_of = hook_of
-        self._lines: dict[int, str] = {}
+        self._recorder, self._ledger, self._observers = recorder, ledger, observers
+        self._thorough, self.names = thorough, recorder.names
+        self.lines: dict[int, str] = {}
         self._running = _Running()
-        self._handles: list[Any] = []
-        self._patches = Patches()
+        self._ends = ExitStack()
         self._paused = False
-        #: It has begun within a backward pass, when the mode could not be pushed.
-        self._waits = False
-        self.thread = 0
+        self.thread = threading.get_ident()
         self._met: set[int] = set()
 
     # ---- entering and leaving --------------------------------------------------------------
@@ -281,28 +262,15 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def possible() -> bool:
         """Whether a mode can be pushed: not above one of the user's, who would then pop ours."""
-        # A look that has ended within a backward pass is popped when that ends.
-        modes = _get_current_dispatch_mode_stack()
-        return all(isinstance(m, Device) or (isinstance(m, Look) and m._paused) for m in modes)
+        return all(isinstance(mode, Device) for mode in _get_current_dispatch_mode_stack())
 
     def begin(self) -> None:
-        """Push the mode, or have it pushed when the backward pass has ended that runs."""
-        self._handles = [
-            nn_module.register_module_forward_pre_hook(self._entered),
-            nn_module.register_module_forward_hook(self._left, always_call=True),
-        ]
-        self._patches.apply((BackwardCFunction, "apply", self._function))
+        """Push the mode. No backward pass may be running."""
+        self._ends.enter_context(nn_module.register_module_forward_pre_hook(self._entered))
+        self._ends.enter_context(nn_module.register_module_forward_hook(self._left, always_call=True))
+        self._ends.enter_context(Patches().applied((BackwardCFunction, "apply", self._function)))
         self._ledger.look = self
-        self._waits = _in_backward()
-        if not self._waits:
-            self.switch_on()
-            self.thread = threading.get_ident()
-
-    def passed(self) -> None:
-        """An outermost backward pass has ended: push the mode where it had to wait for that."""
-        if self._waits and self.possible():
-            self._waits = False
-            self.switch_on()
+        self.switch_on()
 
     def finish(self) -> bool:
         """Pop the mode and let the observers read what they collected.
@@ -310,20 +278,11 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Returns:
             False where something of the user's lies above the mode: it then stays, and does nothing.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._patches.undo()
+        self._ends.close()
         self._ledger.look = None
-        again, self._paused = self._paused, True
-        stack = _get_current_dispatch_mode_stack()
-        if self in stack and (self._thorough or again) and _in_backward():
-            # The engine puts the mode back for each node. It is popped when this pass has ended, and where
-            # that is too late for it, by the next call.
-            popped = stack[-1] is self and not again
-        else:
-            self._switch_off()
-            popped = self not in _get_current_dispatch_mode_stack()
+        self._paused = True
+        self._switch_off()
+        popped = self not in _get_current_dispatch_mode_stack()
         for observer in self._observers.all if popped else ():
             observer.end()
         return popped
@@ -345,12 +304,6 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- modules and lines -----------------------------------------------------------------
 
     @property
-    def module(self) -> str:
-        """The innermost module that is running, or empty."""
-        running = self.running
-        return "" if running is None else self._recorder.names.get(id(running), "")
-
-    @property
     def running(self) -> nn.Module | None:
         """The innermost module that is running."""
         modules = self._running.modules
@@ -361,13 +314,9 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A module runs within a backward pass: activation checkpointing."""
         return _in_backward() and bool(self._running.modules)
 
-    def line_of(self, sequence: int) -> str:
-        """The line of the forward operation with an autograd sequence number, or empty."""
-        return self._lines.get(sequence, "")
-
     def _entered(self, module: nn.Module, args: Any) -> None:
         running, outside = self._running, not self._running.modules
-        if id(module) not in self._recorder.names or (outside and id(module) not in self._met):
+        if id(module) not in self.names or (outside and id(module) not in self._met):
             if outside and not _in_backward():
                 self._met.add(id(module))
                 for observer in self._observers.all:
@@ -386,7 +335,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             running.pushed = False
             self._switch_off()
         for listener in self._observers.ran:
-            listener(module, self._recorder.names.get(id(module), ""), output)
+            listener(module, self.names.get(id(module), ""), output)
 
     # ---- backward passes -------------------------------------------------------------------
 
@@ -405,36 +354,21 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outer = running.modules, running.pushed
         running.modules, running.pushed = [], False
         off = not self._thorough and self._switch_off()
-        ran: list[graph.Kind] = []
         try:
             with ExitStack() as ends:
                 self._hook_parameters(ends)
                 # Nothing may be read while a CUDA graph is captured.
-                scan = graph.scan(roots) if capturing() else self._hook(roots, inputs, ends, ran)
+                hook = partial(self._observers.hook, ends)
+                scan = graph.scan(roots) if capturing() else graph.scan(roots, inputs, graph.MOST, hook)
                 yield scan
-                self._observers.statistics.passed(Counter(ran) if inputs else scan.nodes)
+                if not inputs:
+                    self._observers.statistics.passed(scan.nodes)
         finally:
             running.modules, running.pushed = outer
-            if off or (self._paused and not _in_backward()):
-                # Where a module or a Function raised, or the step has ended within the pass.
-                while self._switch_off():
-                    pass
             if off:
+                while self._switch_off():
+                    pass  # where a module or a Function raised
                 self.switch_on()
-
-    def _hook(
-        self, roots: Sequence[Any], inputs: Sequence[Any], ends: ExitStack, ran: list[graph.Kind]
-    ) -> graph.Scan:
-        """Let the observers hook the nodes of a graph; to chosen inputs, note in ``ran`` those that run."""
-        found = graph.Scan()
-        for node, kind in islice(graph.nodes(roots, inputs), graph.MOST):
-            found.add(node, kind)
-            for hook in self._observers.hooks_for(node, kind):
-                if (handle := hook(node)) is not None:
-                    ends.callback(handle.remove)
-            if inputs:
-                ends.callback(node.register_prehook(lambda _, kind=kind: ran.append(kind)).remove)
-        return found
 
     @contextmanager
     def _on(self) -> Iterator[None]:
@@ -466,16 +400,17 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         parameter = reference()
         gradient = value.grad if parameter is value else value
-        if parameter is None or gradient is None or self._running.hook or self._hook_of is None:
+        if parameter is None or gradient is None or self._running.hook:
             return hook(value)
         self._running.hook = True
         try:
-            with self._on(), self._hook_of(parameter, gradient) as gave:
+            with self._on():
+                self._recorder.tell(Hooks(parameter, gradient))
                 result = hook(value)
-                gave(result if gradient is value else gradient)
+                self._recorder.tell(Hooked(parameter, gradient, result if gradient is value else gradient))
+                return result
         finally:
             self._running.hook = False
-        return result
 
     # ---- operations ------------------------------------------------------------------------
 
@@ -490,7 +425,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._ledger.here.librarys:
             phase = LIBRARY
         else:
-            phase = OPEN if self._running.hook or self._ledger.open else FORWARD
+            phase = OPEN if self._running.hook or self._ledger.here.open else FORWARD
         plan = self._observers.plans[phase].get(id(func))
         if plan is None:
             plan = self._observers.plan(func, phase)
@@ -510,7 +445,7 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
             half_scalar = first is out and first.dtype in HALF and first.numel() == 1
         # A loss may be computed in half precision, and the line is asked for where it is.
         if phase < BACKWARD and (half_scalar or self._thorough) and torch.is_grad_enabled():
-            self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, user_line())  # type: ignore[attr-defined]
+            self.lines.setdefault(torch.autograd._get_sequence_nr() - 1, user_line())  # type: ignore[attr-defined]
         if call is not None:
             call.out = out
             for look_after in after:

@@ -58,19 +58,19 @@ class Patches:
             if not self.active or call in calls:
                 return original(*args, **kw)
             running = around(*args, **kw)
-            try:
-                next(running)
-            except StopIteration:
+            if next(running, _ABSENT) is _ABSENT:
                 return original(*args, **kw)
             calls.append(call)
             try:
                 result = original(*args, **kw)
             except BaseException as error:
-                calls.remove(call)
-                _resume(running.throw, error)
+                with suppress(StopIteration):
+                    running.throw(error)
                 raise
-            calls.remove(call)
-            _resume(running.send, result)
+            finally:
+                calls.remove(call)
+            with suppress(StopIteration):
+                running.send(result)
             return result
 
         outer.__name__, outer.__doc__ = name, original.__doc__
@@ -89,11 +89,6 @@ class Patches:
             else:
                 setattr(owner, name, kept)
         self._replaced.clear()
-
-
-def _resume(how: Callable[[Any], None], value: Any) -> None:
-    with suppress(StopIteration):
-        how(value)
 
 
 def of_all(base: type, **methods: Around) -> list[Patch]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tilefit.precision.ledger import Begins, Stepped, Stepping, Tracker, scale_of
-from tilefit.precision.lines import user_line
 from tilefit.precision.rules.storage import LowPrecisionGradientSum, RankDrift
-from tilefit.precision.tensors import is_plain
+from tilefit.precision.tensors import is_plain, parameters_of
 
 #: How long rank 0 waits for what the others say of a step.
 TIMEOUT_S = 20.0
@@ -38,7 +39,7 @@ class Ranks(Tracker):
 
     def set_up(self) -> None:
         self._before: tuple[Optimizer, _Report] | None = None
-        self._steps = self._data = self._same_data = self._passes = 0
+        self._steps = self._data = self._same_data = 0
         self._given_up = False
 
     def compare(self, stepped: Stepped, models: Sequence[torch.nn.Module], *, due: bool) -> None:
@@ -49,19 +50,16 @@ class Ranks(Tracker):
             models: The models given, whose communication hooks are looked at.
             due: Every rank looks at this step: only then may one wait for another.
         """
-        passes, self._passes = self._passes, 0
+        passes = len(self._ledger.here.cycle.passes)
         before, self._before = self._before, None
         if not due or self._given_up or not _several_ranks():
             return
         self._recorder.facts.add("several ranks")
-        import torch.distributed as dist
-
         rank, ranks, step = dist.get_rank(), dist.get_world_size(), self._recorder.step
         for model in models:
-            place = user_line(), type(model).__name__
             for dtype in _compressed_to(model):
                 terms = ranks * max(1, passes)
-                self._recorder.emit(LowPrecisionGradientSum(*place, dtype=dtype, terms=terms))
+                self.found(LowPrecisionGradientSum, None, type(model).__name__, dtype=dtype, terms=terms)
         optimizer, scaler = stepped.optimizer, stepped.scaler
         held = before[1] if before is not None and before[0] is optimizer else self._held(optimizer)
         scale = 0.0 if scaler is None else scale_of(scaler)
@@ -88,10 +86,7 @@ class Ranks(Tracker):
 
     def on_begins(self, begins: Begins) -> None:
         """A backward pass begins: its losses tell one rank's batch from another's."""
-        if not self._recorder.looking:
-            return
-        self._passes += 1
-        if _several_ranks():
+        if self._recorder.looking and _several_ranks():
             values = [root for root in begins.roots if isinstance(root, Tensor) and is_plain(root)]
             self._data = hash((self._data, *map(_checksum, values)))
 
@@ -106,21 +101,18 @@ class Ranks(Tracker):
 
     def _comparable(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters that every rank should hold alike."""
-        followed = [p for g in self._ledger.of(optimizer) if (p := g.parameter()) is not None]
-        found = [p for p in followed if is_plain(p) and not getattr(p, "tensor_model_parallel", False)]
-        if len(found) < len(followed):
-            what = f"{len(followed) - len(found)} sharded parameters, which ranks do not share"
+        every = parameters_of(optimizer)
+        found = [p for p in every if is_plain(p) and not getattr(p, "tensor_model_parallel", False)]
+        if len(found) < len(every):
+            what = f"{len(every) - len(found)} sharded parameters, which ranks do not share"
             self._recorder.cannot_check(what, "AMP023")
         return found
 
     def _held(self, optimizer: Optimizer) -> _Report:
         parameters = self._comparable(optimizer)
         gradients = [None if (g := p.grad) is None or not is_plain(g) else g for p in parameters]
-        return {
-            "shapes": [list(parameter.shape) for parameter in parameters],
-            "parameters": list(map(_checksum, parameters)),
-            "gradients": list(map(_checksum, gradients)),
-        }
+        sums = {"parameters": list(map(_checksum, parameters)), "gradients": list(map(_checksum, gradients))}
+        return {"shapes": [list(parameter.shape) for parameter in parameters], **sums}
 
     def _judge(self, reports: list[_Report], optimizer: Optimizer) -> None:
         columns = {what: [report[what] for report in reports] for what in reports[0]}
@@ -128,27 +120,24 @@ class Ranks(Tracker):
         if "shapes" in differing:
             self._recorder.cannot_check("parameters that ranks hold differently by design", "AMP023")
             return
-        place, ranks = (user_line(), type(optimizer).__name__), len(reports)
+        found = partial(self.found, RankDrift, None, type(optimizer).__name__, ranks=len(reports))
         for what in ("found_inf", "scale" if "scale" in differing else "steps"):
             if what in differing:
-                values = tuple(map(float, columns[what]))
-                self._recorder.emit(RankDrift(*place, what=what, ranks=ranks, by_rank=values))
+                found(what=what, by_rank=tuple(map(float, columns[what])))
         for what in ("parameters", "gradients")[: 1 if "parameters" in differing else 2]:
             for parameter, *sums in zip(self._comparable(optimizer), *columns[what], strict=True):
                 if len(set(sums)) > 1:
                     name = self._recorder.names.get(id(parameter))
                     name = name or f"a parameter of shape {list(parameter.shape)}"
-                    self._recorder.emit(RankDrift(*place, what=what, ranks=ranks, name=name))
+                    found(what=what, name=name)
                     break
         same = "data" not in differing and columns["data"][0] != 0
         self._same_data = self._same_data + 1 if same else 0
         if self._same_data == 2:
-            self._recorder.emit(RankDrift(*place, what="data", ranks=ranks))
+            found(what="data")
 
 
 def _several_ranks() -> bool:
-    import torch.distributed as dist
-
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

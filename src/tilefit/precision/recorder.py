@@ -7,13 +7,15 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from tilefit.precision.rules import PrecisionRule
+from torch import nn
+
+from tilefit.precision.rules import PrecisionRule, all_rules
+from tilefit.report.watched import Watched
 from tilefit.rules.finding import ERROR, NOTE, WARNING, Alarm
-
-if TYPE_CHECKING:
-    from torch import nn
+from tilefit.rules.registry import pages
+from tilefit.version import __version__
 
 _log = logging.getLogger("tilefit.precision")
 #: What makes alarms one: code, line, module where it matters, and what to do.
@@ -63,6 +65,11 @@ class Recorder:
         return tuple(
             sorted(alarms, key=lambda a: (-_ORDER.index(a.severity), a.first_step, a.code, a.source))
         )
+
+    def report(self, title: str, **more: Any) -> Watched:
+        """The report of what was found so far."""
+        found, rules = self.alarms, pages((alarm.code for alarm in self.alarms), all_rules())
+        return Watched(title=title, findings=found, version=__version__, rules=rules, **more)
 
     def cannot_check(self, what: str, *codes: str) -> None:
         """Say once what could not be looked at, and why; and which rules needed it."""

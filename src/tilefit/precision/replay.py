@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +28,7 @@ from tilefit.precision.rules.scaler import ScalerNotRestored
 from tilefit.precision.rules.storage import AccumulationNotAveraged
 from tilefit.precision.tensors import HALF, tensors_in
 from tilefit.report.watched import Table, Watched
-from tilefit.rules.registry import pages
 from tilefit.units import share
-from tilefit.version import __version__
 
 #: Steps made before a checkpoint is taken, and after it.
 STEPS_BEFORE = 3
@@ -39,13 +37,13 @@ STEPS_AFTER = 4
 
 def random_state() -> Callable[[], None]:
     """What puts PyTorch's random number generators back, of the CPU and of every CUDA device in use."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if in_use else []
+    states: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
 
     def restore() -> None:
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        for put_back, state in states:
+            put_back(state)
 
     return restore
 
@@ -106,22 +104,13 @@ def restored(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def judged(
-    title: str, found: Iterable[PrecisionRule], *tables: Table, unchecked: tuple[str, ...] = ()
+    title: str, found: Iterable[PrecisionRule], *tables: Table, unchecked: Sequence[str] = ()
 ) -> Watched:
     """The report of a replay."""
     recorder = Recorder(all_rules())
     for event in found:
         recorder.emit(event)
-    return Watched(
-        title=title,
-        setup=(),
-        steps=1,
-        findings=recorder.alarms,
-        tables=tables,
-        unchecked=unchecked,
-        version=__version__,
-        rules=pages((alarm.code for alarm in recorder.alarms), all_rules()),
-    )
+    return recorder.report(title, setup=(), steps=1, tables=tables, unchecked=tuple(unchecked))
 
 
 def check_accumulation(
@@ -155,26 +144,20 @@ def check_accumulation(
         accumulated = gradients_of(model)
         again()
         joined().backward()  # type: ignore[no-untyped-call]
-        pairs = [
-            (accumulated[p].double(), g.double()) for p, g in gradients_of(model).items() if p in accumulated
-        ]
-    if not sources or not pairs:
-        raise UsageError(
-            "no gradients to compare", hint="accumulate() must call backward(), and joined() return the loss."
-        )
-    rows = [torch.stack([(a * b).sum(), b.square().sum(), a.square().sum()]) for a, b in pairs]
-    product, square, other = torch.stack(rows).sum(0).tolist()
+        both = [(accumulated[p], g) for p, g in gradients_of(model).items() if p in accumulated]
+    if not sources or not both:
+        hint = "accumulate() must call backward(), and joined() return the loss."
+        raise UsageError("no gradients to compare", hint=hint)
+    pairs = ((a.double(), b.double()) for a, b in both)
+    sums = [torch.stack([(a * b).sum(), b.square().sum(), a.square().sum()]) for a, b in pairs]
+    product, square, other = torch.stack(sums).sum(0).tolist()
     if not square or not other:
         raise UsageError("the gradients are all zero", hint="Use a batch the model can learn from.")
-    projection, cosine = product / square, product / (square * other) ** 0.5
-    place = sources[0], type(model).__name__
-    event = AccumulationNotAveraged(*place, passes=len(sources), factor=1.0, confirmed=projection)
-    table = Table(
-        "Accumulated gradient against the joined batch's",
-        ("backward passes", "projection", "cosine"),
-        ((str(len(sources)), f"{projection:.4g}", f"{cosine:.4f}"),),
-    )
-    return judged(type(model).__name__, [event], table)
+    name, passes, projection = type(model).__name__, len(sources), product / square
+    found = AccumulationNotAveraged(sources[0], name, passes=passes, factor=1.0, confirmed=projection)
+    heads = ("backward passes", "projection", "cosine")
+    row = (str(passes), f"{projection:.4g}", f"{product / (square * other) ** 0.5:.4f}")
+    return judged(name, [found], Table("Accumulated gradient against the joined batch's", heads, (row,)))
 
 
 def check_resume(
@@ -212,13 +195,10 @@ def check_resume(
         random()
     steps = tuple(zip(range(1, STEPS_AFTER + 1), expected, got, strict=True))
     rows = tuple((str(step), f"{float(before):.9g}", f"{float(after):.9g}") for step, before, after in steps)
-    found = [
-        ScalerNotRestored(what="resumed", step=step, expected=float(before), got=float(after))
-        for step, before, after in steps
-        if not torch.equal(before, after)
-    ]
+    parted = [(step, float(a), float(b)) for step, a, b in steps if not torch.equal(a, b)]
+    found = [ScalerNotRestored(what="resumed", step=step, expected=a, got=b) for step, a, b in parted[:1]]
     table = Table("Losses after the checkpoint", ("step", "uninterrupted", "resumed"), rows)
-    return judged("resume", found[:1], table)
+    return judged("resume", found, table)
 
 
 def first_divergence(model: nn.Module, step: Callable[[], Tensor]) -> Watched:
@@ -321,11 +301,8 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
         UsageError: the weights are in half precision, or nothing runs in half precision.
     """
     if any(parameter.dtype in HALF for parameter in model.parameters()):
-        raise UsageError(
-            "the weights are in half precision",
-            where=type(model).__name__,
-            hint="Compare a model with fp32 weights under autocast.",
-        )
+        hint = "Compare a model with fp32 weights under autocast."
+        raise UsageError("the weights are in half precision", where=type(model).__name__, hint=hint)
     names = names_of(model)
     statistics = Statistics()
     with restored(model) as again:
@@ -334,31 +311,22 @@ def compare(model: nn.Module, step: Callable[[], Tensor], *, scale: float = 1.0)
                 module.eval()
         half = _run(model, names, step, scale, statistics)
         again()
-        switched_off = of_all(torch.amp.autocast_mode.autocast, __enter__=_enter_switched_off)
-        with Patches().applied(*switched_off):
+        with Patches().applied(*of_all(torch.amp.autocast_mode.autocast, __enter__=_enter_switched_off)):
             wide = _run(model, names, step, 1.0, None)
             again()
             errors, left_out = _errors(names, half, wide)
     if not errors:
-        raise UsageError(
-            "nothing ran in half precision", hint="Enter autocast inside step(), as the training loop does."
-        )
-    both = ((name, ran.gradient, wide[0][name].gradient) for name, ran in half[0].items())
-    passed_back = tuple(
-        (name, "output gradient", "", share(_error(got, exact)), "")
-        for name, got, exact in both
-        if got is not None and exact is not None
-    )
-    rows = tuple(
-        (e.module, e.what, share(e.local), share(e.end_to_end), share(e.tolerance))
-        for e in sorted(errors, key=lambda e: -e.local / max(e.tolerance, _SMALL))
-    )
-    table = Table(
-        "Error against fp32, the largest beyond its tolerance first",
-        ("module", "of its", "local", "end to end", "tolerance"),
-        (*rows, *passed_back),
-    )
-    unchecked = tuple(f"{name}: {why}" for name, why in left_out.items())
+        hint = "Enter autocast inside step(), as the training loop does."
+        raise UsageError("nothing ran in half precision", hint=hint)
+    worst = sorted(errors, key=lambda e: -e.local / max(e.tolerance, _SMALL))
+    rows = [(e.module, e.what, share(e.local), share(e.end_to_end), share(e.tolerance)) for e in worst]
+    for name, ran in half[0].items():
+        exact = wide[0][name].gradient
+        if ran.gradient is not None and exact is not None:
+            rows.append((name, "output gradient", "", share(_error(ran.gradient, exact)), ""))
+    title = "Error against fp32, the largest beyond its tolerance first"
+    table = Table(title, ("module", "of its", "local", "end to end", "tolerance"), tuple(rows))
+    unchecked = [f"{name}: {why}" for name, why in left_out.items()]
     return judged(type(model).__name__, errors, table, statistics.table(), unchecked=unchecked)
 
 
@@ -372,15 +340,13 @@ def _run(
     modules: dict[str, _Ran] = {}
 
     def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
-        known = modules.get(names[module])
-        if known is not None:
+        if (known := modules.get(names[module])) is not None:
             known.calls += 1
         else:
             modules[names[module]] = _Ran(_detached(args), _detached(kwargs), source=user_line())
 
     def left(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        ran = modules[names[module]]
-        tensor = _first(output)
+        ran, tensor = modules[names[module]], _first(output)
         if ran.calls > 1 or tensor is None or ran.output is not None:
             return
         ran.output = tensor.detach()
@@ -399,47 +365,42 @@ def _run(
 
 
 def _errors(names: dict[nn.Module, str], half: _Run, wide: _Run) -> tuple[list[_Lost], dict[str, str]]:
+    """The errors of what ran in half precision, and what could not be compared."""
     found: list[_Lost] = []
     left_out: dict[str, str] = {}
     for module, name in names.items():
         ran, ref = half[0].get(name), wide[0].get(name)
-        if ran is None or ref is None or ran.output is None or ref.output is None:
+        if ran is None or ref is None or (output := ran.output) is None or (exact := ref.output) is None:
             continue
-        if ran.output.dtype not in HALF or isinstance(module, _CONTAINERS):
+        if output.dtype not in HALF or isinstance(module, _CONTAINERS):
             continue
         if ran.calls > 1:
             left_out[name] = f"runs {ran.calls} times in a step; its first run alone is compared"
+        pairs = {"output": (output, exact)}
         # A parent's weights are its children's; they are compared there, and those of several runs nowhere.
-        alone = not list(module.children()) and ran.calls == 1
-        pairs = {
-            key: (half[1].get(f"{name}.{key}"), wide[1].get(f"{name}.{key}"))
-            for key, _ in module.named_parameters()
-        }
-        outputs = {"output": (ran.output, ref.output)}
+        for key, _ in module.named_parameters() if ran.calls == 1 and not list(module.children()) else ():
+            got, gradient = half[1].get(f"{name}.{key}"), wide[1].get(f"{name}.{key}")
+            if got is not None and gradient is not None:
+                pairs[key] = got, gradient
         try:
-            found += _local(module, name, ran, outputs | (pairs if alone else {}))
+            found += _local(module, name, ran, pairs)
         except (RuntimeError, TypeError, ValueError) as error:
             left_out[name] = f"cannot be run by itself ({type(error).__name__})"
     return found, left_out
 
 
 def _local(
-    module: nn.Module, name: str, ran: _Ran, pairs: dict[str, tuple[Tensor | None, Tensor | None]]
+    module: nn.Module, name: str, ran: _Ran, pairs: dict[str, tuple[Tensor, Tensor]]
 ) -> Iterator[_Lost]:
     """The errors of a module's output and weight gradients, of each of which both runs' are given."""
-    assert ran.output is not None
-    eps = torch.finfo(ran.output.dtype).eps
+    eps = torch.finfo(pairs["output"][0].dtype).eps
     exact, moved = _alone(module, ran, 0.0), _alone(module, ran, eps)
     for key, (got, reference) in pairs.items():
-        if got is not None and reference is not None and key in exact:
-            yield _Lost(
-                ran.source,
-                name,
-                what="output" if key == "output" else "weight gradient",
-                local=_error(got, exact[key]),
-                end_to_end=_error(got, reference),
-                tolerance=_error(moved[key], exact[key]) + eps / 2,  # rounding of the result itself
-            )
+        if key in exact:
+            what = "output" if key == "output" else "weight gradient"
+            tolerance = _error(moved[key], exact[key]) + eps / 2  # rounding of the result itself
+            local, whole = _error(got, exact[key]), _error(got, reference)
+            yield _Lost(ran.source, name, what=what, local=local, end_to_end=whole, tolerance=tolerance)
 
 
 def _alone(module: nn.Module, ran: _Ran, eps: float) -> dict[str, Tensor]:
@@ -463,9 +424,8 @@ def _alone(module: nn.Module, ran: _Ran, eps: float) -> dict[str, Tensor]:
     found = {"output": output.detach()}
     wanted = {key: weight for key, weight in weights.items() if weight.requires_grad}
     if ran.gradient is not None and wanted and output.requires_grad:
-        gradients = torch.autograd.grad(
-            output, list(wanted.values()), ran.gradient.to(output.dtype), allow_unused=True
-        )
+        given = ran.gradient.to(output.dtype)
+        gradients = torch.autograd.grad(output, list(wanted.values()), given, allow_unused=True)
         found |= {key: g for key, g in zip(wanted, gradients, strict=True) if g is not None}
     return found
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tilefit.precision import graph
 from tilefit.precision.ledger import Running, Scaler, Stepped, Tracker, enabled, scale_of
 from tilefit.precision.lines import user_line
-from tilefit.precision.patches import Patch, of_all
+from tilefit.precision.patches import Around, Patch, of_all
 from tilefit.precision.rules.scaler import ScaleCollapse, ScalerNotRestored, ScheduleAdvancesOnSkip, refused
 from tilefit.precision.tensors import parameters_of
 
@@ -37,27 +37,21 @@ class Scalers(Tracker):
 
     def patches(self) -> list[Patch]:
         """The scalers' methods."""
-        return of_all(
-            torch.amp.GradScaler,
-            scale=self._scale,
-            unscale_=self._unscale,
-            step=self._step,
-            update=self._update,
-            load_state_dict=self._load,
-        )
+        methods: dict[str, Around] = {"scale": self._scale, "unscale_": self._unscale, "step": self._step}
+        methods |= {"update": self._update, "load_state_dict": self._load}
+        return of_all(torch.amp.GradScaler, **methods)
 
     def _scale(self, scaler: Any, outputs: Any) -> Running:
         if not enabled(scaler):
             if getattr(scaler, "_device", "") == "cuda" and not torch.cuda.is_available():
-                self._ledger.here.scale_met = True  # on a GPU there would be one
+                self._ledger.here.cycle.scale_met = True  # on a GPU there would be one
                 what = "the gradient scaler, which is off without CUDA: --gpu NAME emulates a GPU"
                 self._recorder.cannot_check(what, *_OF_SCALERS)
             return
         scaled = yield
         known = self._ledger.scaler(scaler)
         self._recorder.facts.add("loss scale")
-        known.scaled_at = user_line()
-        mark = known.mark
+        known.scaled_at, mark = user_line(), known.mark
         if known.skipped and isinstance(outputs, Tensor):
             # The step before was skipped, for which the scaler has waited for the device already.
             finite = bool(torch.isfinite(outputs.detach()).all())
@@ -75,9 +69,8 @@ class Scalers(Tracker):
         ledger = self._ledger
         here = ledger.here
         ledger.adopt(optimizer)
-        ledger.owned(here, optimizer)
         ledger.observe(here)
-        ledger.divide(here, scaler, optimizer)
+        ledger.divide(scaler, optimizer)
         with here.at_work(), self._explained("unscale_", optimizer):
             yield
         ledger.written(ledger.present(optimizer), alike=True)
@@ -89,11 +82,9 @@ class Scalers(Tracker):
         here = ledger.here
         ledger.adopt(optimizer)
         known = ledger.scaler(scaler)
-        present = ledger.present(optimizer)
-        unscaled = scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-        if unscaled and any(not gradient.state.fresh for gradient in present):
+        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
             ledger.observe(here)
-            ledger.repeats(optimizer, present, scaler=True)
+            ledger.steps(optimizer, scaler=True)
         here.scaler_step, here.ran = (scaler, optimizer), False
         try:
             with here.at_work(), self._explained("step", optimizer):
@@ -101,10 +92,10 @@ class Scalers(Tracker):
         finally:
             here.scaler_step = None
         skipped = None if getattr(optimizer, "_step_supports_amp_scaling", False) else not here.ran
-        if skipped is not None:
-            known.skipped = known.skipped + 1 if skipped else 0
-            if not skipped:
-                known.bad_losses = 0
+        if skipped:
+            known.skipped += 1
+        elif skipped is False:
+            known.skipped = known.bad_losses = 0
         known.stepped[id(optimizer)] = type(optimizer).__name__
         ledger.used(here, Stepped(optimizer, skipped, scaler, plain=False))
 
@@ -112,9 +103,7 @@ class Scalers(Tracker):
         if not enabled(scaler):
             return
         known = self._ledger.scaler(scaler)
-        mark, states = known.mark, {id(g.state): g.state for g in self._ledger.gradients}
-        left = any(mark in state.marks for state in states.values())
-        known.previous = scaler._scale.clone() if left and scaler._scale is not None else None
+        known.previous = None if scaler._scale is None else scaler._scale.clone()
         with self._explained("update", None):
             yield
         known.generation += 1
@@ -138,9 +127,8 @@ class Scalers(Tracker):
         scale, bad = scale_of(scaler), known.bad_losses >= MANY_SKIPS - 1
         if bad or scale < 1:
             self._recorder.look_soon = True
-            finite, skipped = False if bad else None, known.skipped
-            event = ScaleCollapse(known.scaled_at, scale=scale, skipped=skipped, loss_finite=finite)
-            self._recorder.emit(event)
+            what = {"scale": scale, "skipped": known.skipped, "loss_finite": False if bad else None}
+            self.found(ScaleCollapse, known.scaled_at, **what)
 
     @contextmanager
     def _explained(self, method: str, optimizer: Optimizer | None) -> Iterator[None]:
@@ -167,12 +155,9 @@ class Checkpoints(Tracker):
 
     def patches(self) -> list[Patch]:
         """What saves and loads."""
-        distributed = sys.modules.get("torch.distributed.checkpoint")
-        savers = [torch] if distributed is None else [torch, distributed]
-        return [
-            *((saver, "save", self._save) for saver in savers),
-            (Optimizer, "load_state_dict", self._load),
-        ]
+        savers = filter(None, (torch, sys.modules.get("torch.distributed.checkpoint")))
+        saves: list[Patch] = [(saver, "save", self._save) for saver in savers]
+        return [*saves, (Optimizer, "load_state_dict", self._load)]
 
     def _save(self, obj: Any, *args: Any, **kw: Any) -> Running:
         if _holds(obj, _is_scaler):
@@ -194,9 +179,9 @@ class Checkpoints(Tracker):
         """What was saved and loaded since the last step is complete now."""
         used = [known for scaler, known in self._ledger.scalers if scaler._enabled and known.scaled_at]
         if self._saved_at and not self._scaler_saved and used:
-            self._recorder.emit(ScalerNotRestored(self._saved_at, what="saved"))
+            self.found(ScalerNotRestored, self._saved_at, what="saved")
         if self._loaded_at and used and not any(known.loaded for known in used):
-            self._recorder.emit(ScalerNotRestored(self._loaded_at, what="loaded"))
+            self.found(ScalerNotRestored, self._loaded_at, what="loaded")
         self._saved_at, self._scaler_saved, self._loaded_at = "", False, ""
 
 
@@ -218,24 +203,20 @@ class Schedules(Tracker):
         steps.update(all=1, since=1)
         steps["last"] = bool(stepped.skipped)
         if stepped.scaler is not None and stepped.skipped is None:
-            self._recorder.cannot_check(
-                "steps skipped by a fused optimizer, which only the device knows", "AMP021", "AMP029"
-            )
+            what = "steps skipped by a fused optimizer, which only the device knows"
+            self._recorder.cannot_check(what, "AMP021", "AMP029")
 
     def _step(self, scheduler: Any, *args: Any, **kw: Any) -> Running:
         yield
         self._recorder.facts.add("schedule")
         optimizer = getattr(scheduler, "optimizer", None)
-        steps = self._steps.get(optimizer) if isinstance(optimizer, Optimizer) else None
-        if steps is None:
-            return
+        steps = self._steps.get(optimizer, Counter()) if isinstance(optimizer, Optimizer) else Counter()
         since, steps["since"] = steps["since"], 0
         # A scheduler that steps once in many steps counts epochs, not steps.
         if since == 1 and steps["last"]:
             steps["skipped"] += 1
-            place = user_line(), type(optimizer).__name__
-            what = ScheduleAdvancesOnSkip(*place, skipped=steps["skipped"], steps=steps["all"])
-            self._recorder.emit(what)
+            what = {"skipped": steps["skipped"], "steps": steps["all"]}
+            self.found(ScheduleAdvancesOnSkip, None, type(optimizer).__name__, **what)
 
 
 def _holds(obj: Any, is_it: Callable[[Any], bool], depth: int = _DEPTH) -> bool:

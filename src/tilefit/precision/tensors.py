@@ -63,11 +63,8 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 @cache
 def _mutated(func: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -123,11 +120,6 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
 
 def spread(tensor: Tensor) -> Tensor:
     """Up to about :data:`VALUES` elements, in the order of the indices; a copy."""
-    return spread_view(tensor).clone()
-
-
-def spread_view(tensor: Tensor) -> Tensor:
-    """:func:`spread`, where it lies if possible."""
     # A gradient may lie in memory in another order than its parameter.
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // VALUES)]
+    return flat[:: max(1, flat.numel() // VALUES)].clone()

@@ -6,8 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +17,22 @@ from tilefit.emulation.device import Device
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.errors import UsageError
 from tilefit.precision import graph
-from tilefit.precision.accumulation import Losses
-from tilefit.precision.dtypes import LostGradients, Products
-from tilefit.precision.exponents import Exponents
+from tilefit.precision.autocast import LostGradients, Products, Regions, is_compiled
 from tilefit.precision.gradients import WIDTH, WITNESSES, Gradient
 from tilefit.precision.ledger import Begins, Ended, Ledger, Running, Stepped, Tracker
 from tilefit.precision.look import Look, Observer, Observers, Statistics
-from tilefit.precision.movement import Accumulators, Weights
-from tilefit.precision.non_finite import Origin, is_finite
+from tilefit.precision.numerics import Exponents, Origin, Shadows, is_finite
 from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.regions import Regions, is_compiled
 from tilefit.precision.rules import all_rules
 from tilefit.precision.scalers import Checkpoints, Scalers, Schedules
-from tilefit.precision.shadow import Shadows
+from tilefit.precision.storage import Accumulators, Losses, Weights
 from tilefit.precision.tensors import has_values, name_of, sampled, stands_for_another
 from tilefit.precision.window import Window
 from tilefit.report.watched import CANNOT, CHECKED, INAPPLICABLE, Check, Watched
 from tilefit.rules.finding import Alarm
-from tilefit.rules.registry import choose, pages
-from tilefit.version import __version__
-
-if TYPE_CHECKING:
-    from typing import Self
+from tilefit.rules.registry import choose
 
 #: The first steps are looked at closely, then one in so many.
 FIRST_STEPS = 4
@@ -52,6 +43,8 @@ CLOSELY = tuple(rule.code for rule in all_rules() if rule.closely)
 VALUES = tuple(rule.code for rule in all_rules() if rule.values)
 #: What stands in the way of close looks, for the report.
 NUMERICS_OFF = "close looks are switched off"
+COMPILED = "a compiled graph shows none of its operations"
+OWN_MODE = "a dispatch mode of your own is active"
 TOO_SHORT = "no step was looked at closely: the run was too short"
 
 _T = TypeVar("_T")
@@ -74,7 +67,8 @@ class Watch:
     Args:
         model: The model, or several; found by itself where it is not given, but then without parameter names
             until it has run.
-        optimizer: The optimizer, or several. One made later, or not named, is found when it is made or steps.
+        optimizer: The optimizer, or several. One made later, or not named, is found when it clears gradients
+            or steps.
         scaler: The gradient scaler, or None. Named to learn that it is switched off; those in use are found.
         every: A close look at one step in this many, after the first four.
         numerics: Look closely at all; False leaves the bookkeeping alone.
@@ -105,18 +99,17 @@ class Watch:
                 raise UsageError(f"{name}={value} is not a number of steps", hint="Use 1 or more.")
         self._models = [model] if isinstance(model, nn.Module) else list(model or ())
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        self._given_scaler = scaler
-        self._every = every
-        self._numerics = numerics
-        self._last = steps
-        self._find_non_finite = find_non_finite
+        self._given_scaler, self._every, self._last = scaler, every, steps
+        self._numerics, self._find_non_finite = numerics, find_non_finite
         self._look: Look | None = None
         self._looks = 0
         self._origin: Origin | None = None
         self._losses_finite: list[Tensor] = []
         self._weights: list[tuple[float, ...]] = []
         self._primary: weakref.ref[Optimizer] | None = None
-        self._seek_origin = self._running = self._ended = self._compiled_seen = False
+        #: The step of the backward pass that runs, which ends with it.
+        self._stepped_within: Stepped | None = None
+        self._seek_origin = self._ended = self._compiled_seen = False
         self._frames_before = 0
         self._stepped: dict[str, None] = {}
         #: Called when the steps asked for have ended, and again where the loop goes on all the same.
@@ -147,10 +140,9 @@ class Watch:
         global _active
         if _active is not None:
             raise UsageError("another watch is running", hint="Leave it first: one at a time.")
-        if self._running or not self._patches.active:
+        if not self._patches.active:
             raise UsageError("this watch has ended", hint="Make a new one.")
         _active = self
-        self._running = True
         try:
             self._start()
         except BaseException:
@@ -185,9 +177,8 @@ class Watch:
     def stop(self) -> None:
         """End: everything is put back as it was. Does nothing where the watch has ended."""
         global _active
-        if not self._running:
+        if _active is not self:
             return
-        self._running = False
         _active = None
         self._finish_look()
         if self._look is not None:
@@ -200,9 +191,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
     # ---- results ---------------------------------------------------------------------------
@@ -223,25 +212,17 @@ class Watch:
         Args:
             title: What was watched; by default the model's class.
         """
-        names = [type(model).__name__ for model in self._models]
+        recorder, names = self._recorder, [type(model).__name__ for model in self._models]
         trained = sorted(map(name_of, self._the(Regions).trained))
-        setup = (
-            f"autocast {'/'.join(trained)}" if trained else "no autocast seen",
-            "no loss scale" if self._recorder.scale is None else f"loss scale {self._recorder.scale:g}",
-            *self._stepped,
-        )
-        unchecked, operations = self._recorder.unchecked.items(), self._statistics.table()
-        return Watched(
-            title=title or ", ".join(names) or "training",
-            setup=setup,
-            steps=self.steps,
-            findings=self.alarms,
-            tables=(*self._exponents.tables(), *([operations] if operations.rows else [])),
-            unchecked=tuple(f"{', '.join(codes)}: {what}" if codes else what for what, codes in unchecked),
-            checks=tuple(self._checks()),
-            version=__version__,
-            rules=pages((alarm.code for alarm in self.alarms), all_rules()),
-        )
+        autocast = f"autocast {'/'.join(trained)}" if trained else "no autocast seen"
+        scale = "no loss scale" if recorder.scale is None else f"loss scale {recorder.scale:g}"
+        tables = tuple(table for table in (*self._exponents.tables(), self._statistics.table()) if table.rows)
+        unchecked = [
+            f"{', '.join(codes)}: {why}" if codes else why for why, codes in recorder.unchecked.items()
+        ]
+        what = {"tables": tables, "unchecked": tuple(unchecked), "checks": tuple(self._checks())}
+        title = title or ", ".join(names) or "training"
+        return recorder.report(title, setup=(autocast, scale, *self._stepped), steps=self.steps, **what)
 
     def _checks(self) -> Iterator[Check]:
         """What each rule could look at, and what not and why."""
@@ -264,10 +245,11 @@ class Watch:
 
     def _on_backward_ended(self, ended: Ended) -> None:
         self._end_if_due()
-        if not self._ledger.optimizers and self._have_moved():
+        if not self._ledger.here.of and self._have_moved():
             self._end_step(bool(self._ledger.scalers), self._ledger.gradients)
-        if self._look is not None:
-            self._look.passed()
+        elif self._stepped_within is not None:
+            stepped, self._stepped_within = self._stepped_within, None
+            self._on_stepped(stepped)
 
     def _end_if_due(self) -> None:
         if self._ended:
@@ -286,11 +268,9 @@ class Watch:
         if scan.nodes.total() >= graph.MOST:
             what = f"operations of a backward pass beyond the first {graph.MOST} nodes of its graph"
             self._recorder.cannot_check(what)
-        self._losses_finite += [
-            torch.isfinite(root.detach()).all()
-            for root in begins.roots
-            if isinstance(root, Tensor) and not (stands_for_another(root) or isinstance(root, CudaTensor))
-        ]
+        for root in begins.roots:
+            if isinstance(root, Tensor) and not (stands_for_another(root) or isinstance(root, CudaTensor)):
+                self._losses_finite.append(torch.isfinite(root.detach()).all())
 
     def _have_moved(self) -> bool:
         """Whether weights have moved since the last backward pass, without an optimizer."""
@@ -308,6 +288,9 @@ class Watch:
         if primary is None:
             self._primary = weakref.ref(stepped.optimizer)
         elif primary is not stepped.optimizer:
+            return
+        if self._ledger.here.depth:
+            self._stepped_within = stepped  # no look begins or ends within a backward pass
             return
         self._the(Ranks).compare(stepped, self._models, due=self._is_due())
         self._end_step(stepped.scaler is not None, self._ledger.present(stepped.optimizer))
@@ -348,20 +331,17 @@ class Watch:
     def _begin_look(self, scaled: bool) -> None:
         if self._look is not None:
             return
-        compiled = "a compiled graph shows none of its operations"
-        if self._compiled() or not Look.possible():
-            why = compiled if self._compiled() else "a dispatch mode of your own is active"
+        if (compiled := self._compiled()) or not Look.possible():
+            why = COMPILED if compiled else OWN_MODE
             self._recorder.cannot_check(f"numerics and writes to gradients: {why}", *CLOSELY)
             return
-        observers = self._observers
-        self._origin = None
+        observers, self._origin = self._observers, None
         if self._seek_origin or self._find_non_finite:
             weights, armed = self._ledger.parameters, self._seek_origin
             self._origin = Origin(self._recorder, weights, backward=not scaled, armed=armed)
             observers = Observers(self._statistics, [*self._numerical, self._origin])
-        thorough, hook_of = self._origin is not None, self._the(Window).hook_of
-        self._look = Look(self._recorder, self._ledger, observers, thorough=thorough, hook_of=hook_of)
-        self._seek_origin = False
+        thorough, self._seek_origin = self._origin is not None, False
+        self._look = Look(self._recorder, self._ledger, observers, thorough=thorough)
         self._look.begin()
         self._looks += 1
 

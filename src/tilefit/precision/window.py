@@ -9,31 +9,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from tilefit.precision.degrees import base_name, keeps_no_value, result_degree
-from tilefit.precision.gradients import Gradient
-from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Marks, Tracker, scale_of
+from tilefit.precision.gradients import Cause, Gradient, Kind, State, move, scales_of
+from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Hooked, Hooks, Marks, Tracker, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
-from tilefit.precision.marks import HAND, Cause, Kind, Mark, State
-from tilefit.precision.rules.protocol import (
-    ClipOnScaled,
-    PenaltyOnScaled,
-    StepWithoutUnscale,
-    WrongDivision,
-    wrong_division,
-)
-from tilefit.precision.tensors import Notes, is_dense, is_plain, targets, tensors_in
+from tilefit.precision.rules.protocol import ClipOnScaled, PenaltyOnScaled, StepWithoutUnscale
+from tilefit.precision.tensors import Notes, is_dense, is_plain, tensors_in
 
 #: Multiplications, by which a gradient may be clipped, averaged or unscaled.
 _SCALINGS = frozenset("mul div true_divide".split())
-_CLEARS = frozenset("zero_ _foreach_zero_ zero".split())
 #: Reads that leave the device: the value is not a tensor any more.
 _READS = frozenset("_local_scalar_dense item equal".split())
 #: The scaler's own: it divides, or by 1 only looks for inf.
@@ -48,13 +38,13 @@ _UNDONE = 16.0
 
 @dataclass(slots=True)
 class _Derived:
-    """A tensor made out of scaled gradients.
+    """A tensor made out of scaled gradients, or one of them.
 
     Attributes:
         degree: The power of the scale it grows with; NaN for none.
         marks: The gradients' marks.
         factor: What a tensor of degree 1 was multiplied by since.
-        operation, source: What made it lose its degree.
+        operation, source: What made it lose its degree, or multiplied it.
     """
 
     degree: float
@@ -104,7 +94,7 @@ class Window(Tracker, Observer):
 
     def on_gave(self, gave: Gave) -> None:
         """Gradients that a backward pass returned are gradients too."""
-        marks = frozenset(mark for mark in gave.marks if mark.scaler != HAND)
+        marks = scales_of(gave.marks)
         for gradient in gave.gradients if marks and self._ledger.closely else ():
             if isinstance(gradient, Tensor):
                 self._derived.note(gradient, _Derived(1.0, marks))
@@ -115,7 +105,7 @@ class Window(Tracker, Observer):
     def after(self, call: Call) -> None:
         if not (self._held or self._derived) or self._ledger.here.in_use:
             return
-        written = targets(call.func, call.args, call.kwargs)
+        written = call.targets
         gradients = [g for tensor in written if (g := self._gradient(tensor)) is not None]
         if gradients:
             self._written(call, gradients)
@@ -137,13 +127,12 @@ class Window(Tracker, Observer):
 
     # ---- what a tensor is ------------------------------------------------------------------
 
-    def _find(self, tensor: Tensor) -> State | _Derived | None:
-        """The scaled gradient a tensor is, or lies in; or what it was made of."""
+    def _find(self, tensor: Tensor) -> _Derived | None:
+        """What a tensor was made of; or the scaled gradient that it is, or lies in."""
         derived = self._derived.of(tensor)
-        if derived is not None:
-            return derived
-        gradient = self._gradient(tensor)
-        return gradient.state if gradient is not None and gradient.state.scaled else None
+        if derived is None and (gradient := self._gradient(tensor)) is not None and gradient.state.scaled:
+            return _Derived(1.0, gradient.state.marks)
+        return derived
 
     def _gradient(self, tensor: Tensor) -> Gradient | None:
         """The gradient that a tensor is, or whose memory it lies in."""
@@ -157,51 +146,46 @@ class Window(Tracker, Observer):
 
     def _degree_of(self, tensor: Tensor) -> float | None:
         found = self._find(tensor)
-        return found.degree if isinstance(found, _Derived) else None if found is None else 1.0
+        return None if found is None else found.degree
 
     # ---- making something out of gradients -------------------------------------------------
 
-    def _follow(self, call: Call, found: list[State | _Derived], written: list[Tensor]) -> None:
+    def _follow(self, call: Call, found: list[_Derived], written: list[Tensor]) -> None:
         """Know of the results what they are made of."""
         args = call.args
         if written and self._find(written[0]) is None and "out" not in call.kwargs:
             if base_name(call.name) != "copy":
-                self._added(call, found, written)  # to something unknown: the sum is unknown
+                self._added(call, found[0], written)  # to something unknown: the sum is unknown
                 return
             args = args[1:]  # what was there is gone
         degree = result_degree(call.name, args, self._degree_of)
-        derived = [one for one in found if isinstance(one, _Derived)]
-        lost = next((one for one in derived if one.degree != one.degree), None)
-        factor = derived[0].factor if derived else 1.0
+        lost = next((one for one in found if one.degree != one.degree), None)
+        factor = next((one.factor for one in found if one.factor != 1), 1.0)
         if base_name(call.name) in _SCALINGS and len(args) > 1:
             factor *= _by(call, args[1])
         marks: Marks = frozenset().union(*(one.marks for one in found))
-        factors = [call.kwargs.get("alpha", 1.0), *(one.factor for one in derived)]
+        factors = [call.kwargs.get("alpha", 1.0), *(one.factor for one in found)]
         # What no scale is on any more may be changed as one likes.
         lose = degree != 1 and not lost and any(self._may_undo(by, marks) for by in factors)
+        source = call.source if degree != 1 or factor != 1 else ""
+        operation, source = (lost.operation, lost.source or source) if lost else (call.name, source)
         for out in written or tensors_in([call.out]):
-            if not (out.is_floating_point() and is_dense(out) and out.numel()):
+            # A view of a gradient is one.
+            if not (out.is_floating_point() and is_dense(out) and out.numel()) or self._gradient(out):
                 continue
-            if self._gradient(out) is not None:
-                continue  # a view of a gradient
             if lose:
                 self._derived.pop(id(out), None)
                 continue
-            operation, source = (lost.operation, lost.source) if lost else (call.name, "")
-            if not source and (degree != 1 or factor != 1):
-                source = call.source
             self._derived.note(out, _Derived(degree, marks, factor, operation, source))
             self._places[out.data_ptr()].append(id(out))
 
-    def _added(self, call: Call, found: list[State | _Derived], written: list[Tensor]) -> None:
+    def _added(self, call: Call, one: _Derived, written: list[Tensor]) -> None:
         """Scaled gradients are added to what is none: to weights, which is a step, or to copies of weights,
         which is one once these are copied back."""
-        (one,), marks = found[:1], frozenset[Mark]().union(*(one.marks for one in found))
-        degree, factor = (one.degree, one.factor) if isinstance(one, _Derived) else (1.0, 1.0)
-        factor *= call.kwargs.get("alpha", 1.0)
-        if base_name(call.name) not in ("add", "sub") or degree != 1 or self._may_undo(factor, marks):
+        factor = one.factor * call.kwargs.get("alpha", 1.0)
+        if base_name(call.name) not in ("add", "sub") or one.degree != 1 or self._may_undo(factor, one.marks):
             return
-        scale = self._ledger.scale_of(marks)
+        scale = self._ledger.scale_of(one.marks)
         event = StepWithoutUnscale(call.source, "this code", scale=scale, lr=abs(factor), by_hand=True)
         if self._hold_weights(written):
             self._recorder.emit(event)
@@ -218,82 +202,73 @@ class Window(Tracker, Observer):
     def _written(self, call: Call, gradients: list[Gradient]) -> None:
         name, args = base_name(call.name), call.args
         by = _by(call, args[1], zero=0.0) if name in _SCALINGS and len(args) > 1 else 1.0
-        if call.name in _CLEARS or (name == "fill" and args[1] == 0) or by == 0:
+        cause = Cause.KEPT
+        if name == "zero" or (name == "fill" and args[1] == 0) or by == 0:
             self._accept(gradients, Cause.CLEARED)
             return
         if name == "copy":
             args = args[1:]
             found = self._find(args[0])
-            whole = call.args[0].numel() == gradients[0].size
             if found is None:
                 self._accept(gradients, Cause.WRITTEN)  # from somewhere unknown
                 return
-            if whole:
-                found = found if isinstance(found, _Derived) else _Derived(1.0, found.marks)
+            whole = gradients[0].value
+            if whole is not None and call.args[0].numel() == whole.numel():
                 self._becomes(gradients[0], found)
                 return
         scaled = [gradient for gradient in gradients if gradient.state.scaled]
         if not scaled:
             self._written_plain(call, gradients, by)
             return
-        marks, source = scaled[0].state.marks, call.source
-        degree = result_degree(call.name, args, self._degree_of)
+        marks, degree = scaled[0].state.marks, result_degree(call.name, args, self._degree_of)
         if name not in _SCALINGS:
-            self._judge(marks, degree, 1.0, source, call.name, len(scaled))
+            self._judge(_Derived(degree, marks, 1.0, call.name, call.source), len(scaled))
         elif degree != 1:
-            self._clipped(source, self._ledger.scale_of(marks), certain=True)
+            self._clipped(call.source, marks, certain=True)
         else:
             self._note_product(scaled, by)
-            number = isinstance(args[1], int | float)
-            cause = self._judge(marks, degree, by, source if number else "", call.name)
-            if cause is Cause.UNSCALED:
-                self._divided(scaled, self._ledger.scale_of(marks))
-                return
+            source = call.source if isinstance(args[1], int | float) else ""
+            cause = self._judge(_Derived(degree, marks, by, call.name, source))
+        if cause is Cause.UNSCALED:
+            self._divided(scaled, self._ledger.scale_of(marks))
+        else:
             self._accept(gradients, cause)
-            return
-        self._accept(gradients, Cause.KEPT)
 
     def _written_plain(self, call: Call, gradients: list[Gradient], by: float) -> None:
         """Gradients without a scale may be changed as one likes, except by what carries one."""
         constant = gradients[0].state.by_hand
         if any(self._find(tensor) is not None for tensor in call.tensors()):
             self._accept(gradients, Cause.WRITTEN)
-        elif base_name(call.name) not in _SCALINGS:
-            number, name = len(gradients), call.name
-            written = PenaltyOnScaled(call.source, operation=name, scale=constant, parameters=number)
-            self._ledger.wait(constant, lambda: written)
+            return
+        if base_name(call.name) not in _SCALINGS:
+            what: dict[str, Any] = {"operation": call.name, "parameters": len(gradients)}
+            self._ledger.wait(constant, PenaltyOnScaled(call.source, scale=constant, **what))
             self._accept(gradients, Cause.KEPT)
-        else:
-            self._note_product(gradients, by)
-            self._ledger.settle(by)
-            if constant and self._is_coefficient(call.source, by):
-                clipped = ClipOnScaled(call.source, threshold=None, scale=constant, certain=False)
-                self._ledger.wait(constant, lambda: clipped)
-            scales = [scale_of(scaler) for scaler, _ in self._ledger.scalers]
-            undone = [scale for scale in scales if scale > 1 and abs(by * scale - 1) < NEAR]
-            if constant and abs(by * constant - 1) < NEAR:
-                undone = [constant]
-            if undone and (not constant or id(gradients[0]) in self._undone):
-                self._divided(gradients, undone[0])
-                return
-            if undone:
-                self._undone.update(map(id, gradients))
-            raised = any(abs(by / scale - 1) < NEAR for scale in scales)
-            self._accept(gradients, Cause.WRITTEN if raised else Cause.KEPT)
+            return
+        self._note_product(gradients, by)
+        self._ledger.settle(by)
+        if constant and self._is_coefficient(call.source, by):
+            clipped = ClipOnScaled(call.source, threshold=None, scale=constant, certain=False)
+            self._ledger.wait(constant, clipped)
+        scales = [scale_of(scaler) for scaler, _ in self._ledger.scalers]
+        undone = [scale for scale in (constant, *scales) if scale > 1 and abs(by * scale - 1) < NEAR]
+        if undone and (not constant or id(gradients[0]) in self._undone):
+            self._divided(gradients, undone[0])
+            return
+        self._undone.update(map(id, gradients if undone else ()))
+        raised = any(abs(by / scale - 1) < NEAR for scale in scales)
+        self._accept(gradients, Cause.WRITTEN if raised else Cause.KEPT)
 
     def _note_product(self, gradients: list[Gradient], by: float) -> None:
         for gradient in gradients:
-            self._ledger.multiplied[id(gradient)] *= by
+            self._ledger.here.cycle.multiplied[id(gradient)] *= by
 
     def _divided(self, gradients: list[Gradient], scale: float) -> None:
         """The user's own code divides gradients by a scale."""
-
-        def make(kind: str, those: list[Gradient], marks: Marks) -> WrongDivision:
-            return wrong_division(kind, scale, parameters=len(those), by_hand=True)
-
+        figures = {"scale": scale, "by_hand": True}
         for gradient in gradients:
             gradient.sure = True  # it is seen right now
-        self._ledger.judge(self._ledger.here, gradients, Cause.UNSCALED, make, "these parameters")
+        self._ledger.judge(gradients, Cause.UNSCALED, lambda marks: figures, "these parameters")
         self._ledger.written(gradients, ending=True)
 
     def _is_coefficient(self, source: str, by: float) -> bool:
@@ -306,23 +281,24 @@ class Window(Tracker, Observer):
         pairs = ((one, other) for one in products for other in earlier)
         return before != by and any(abs(one - other) <= _CONSTANT * abs(other) for one, other in pairs)
 
-    def _clipped(self, source: str, scale: float, *, certain: bool) -> None:
+    def _clipped(self, source: str, marks: Marks, *, certain: bool) -> None:
+        scale = self._ledger.scale_of(marks)
         self._recorder.emit(ClipOnScaled(source, threshold=None, scale=scale, certain=certain))
 
-    def _judge(
-        self, marks: Marks, degree: float, by: float, source: str, operation: str, parameters: int = 1
-    ) -> Cause:
-        """Judge what becomes of gradients with marks; what that is to them. A factor that is not read from a
-        number on a line has no source."""
+    def _judge(self, made: _Derived, parameters: int = 1) -> Cause:
+        """Judge what gradients become that had its marks; what that is to them. A factor that is not read
+        from a number on a line has no source."""
+        marks, by = made.marks, made.factor
         scale = self._ledger.scale_of(marks)
-        if degree != 1:
-            event = PenaltyOnScaled(source, operation=operation, scale=scale, parameters=parameters)
-            self._recorder.emit(event)
-        elif abs(by * scale - 1) < NEAR:
+        if made.degree != 1:
+            what: dict[str, Any] = {"operation": made.operation, "parameters": parameters}
+            self._recorder.emit(PenaltyOnScaled(made.source, scale=scale, **what))
+            return Cause.KEPT
+        if abs(by * scale - 1) < NEAR:
             return Cause.UNSCALED
-        elif source and by != 1 and self._is_coefficient(source, by):
-            self._clipped(source, scale, certain=False)
-        return Cause.WRITTEN if degree == 1 and self._may_undo(by, marks) else Cause.KEPT
+        if made.source and by != 1 and self._is_coefficient(made.source, by):
+            self._clipped(made.source, marks, certain=False)
+        return Cause.WRITTEN if self._may_undo(by, marks) else Cause.KEPT
 
     def _may_undo(self, by: Any, marks: Marks) -> bool:
         """Whether a factor may have divided the scale out, along with an average, say."""
@@ -343,56 +319,45 @@ class Window(Tracker, Observer):
 
     def _becomes(self, gradient: Gradient, derived: _Derived, *, ending: bool = True) -> None:
         """All of a gradient is made anew out of scaled ones."""
-        gradient.state = State(Kind.SCALED, derived.marks).after(self._judge_derived(derived))[0]
+        gradient.state = State(Kind.SCALED, derived.marks).after(self._judge_whole(derived))[0]
         self._ledger.written([gradient], ending=ending)
 
-    def _judge_derived(self, derived: _Derived) -> Cause:
+    def _judge_whole(self, derived: _Derived) -> Cause:
         """Judge what becomes a gradient; what that is to one with its marks."""
-        degree, by, source = derived.degree, derived.factor, derived.source
-        source = source if degree != 1 else source or user_line()
-        cause = self._judge(derived.marks, degree, by, source, derived.operation)
-        if by != 1 and degree == 1 and cause is Cause.KEPT:
-            self._ledger.multiplied[id(derived)] *= by
+        derived.source = derived.source or (user_line() if derived.degree == 1 else "")
+        cause = self._judge(derived)
+        if derived.factor != 1 and derived.degree == 1 and cause is Cause.KEPT:
+            self._ledger.here.cycle.multiplied[id(derived)] *= derived.factor
         return cause
 
     def _accept(self, gradients: list[Gradient], cause: Cause) -> None:
-        for gradient in gradients:
-            gradient.state = gradient.state.after(cause)[0]
+        move(gradients, cause)
         self._ledger.written(gradients, ending=True)
 
     # ---- hooks -----------------------------------------------------------------------------
 
-    @contextmanager
-    def hook_of(self, parameter: Tensor, gradient: Tensor) -> Iterator[Callable[[Any], None]]:
-        """Within the block a hook of the user's runs on a gradient on its way into a parameter's ``.grad``.
-
-        Yields:
-            What is to be called with the result.
-        """
-        here = self._ledger.here
-        marks = frozenset(mark for mark in here.reached if mark.scaler != HAND)
-        known = self._ledger.follow(parameter)
-        if gradient is parameter.grad:
+    def on_hooks(self, hooks: Hooks) -> None:
+        """A hook of the user's begins to run on a gradient on its way into a parameter's ``.grad``."""
+        marks = scales_of(self._ledger.here.reached)
+        known = self._ledger.follow(hooks.parameter)
+        self._held = {}
+        if hooks.gradient is hooks.parameter.grad:
             if known.change() is not None:
                 known.state = known.state.after(known.state.adding(marks), marks)[0]
             self.on_ended(None)
         elif marks:
-            self._derived.note(gradient, _Derived(1.0, marks))
+            self._derived.note(hooks.gradient, _Derived(1.0, marks))
 
-        def gave(result: Any) -> None:
-            derived = self._derived.of(gradient if result is None else result)
-            cause = Cause.WRITTEN if marks and result is not None else Cause.KEPT
-            if derived is not None:
-                cause = self._judge_derived(derived)
-            if cause is Cause.UNSCALED:
-                here.unscaled.add(id(parameter))
-            here.unknown |= cause is Cause.WRITTEN
-
-        try:
-            yield gave
-        finally:
-            if self._ledger.closely:
-                self._held = {}
+    def on_hooked(self, hooked: Hooked) -> None:
+        """It has run."""
+        here, result = self._ledger.here, hooked.result
+        derived = self._derived.of(hooked.gradient if result is None else result)
+        cause = Cause.WRITTEN if scales_of(here.reached) and result is not None else Cause.KEPT
+        if derived is not None:
+            cause = self._judge_whole(derived)
+        if cause is Cause.UNSCALED:
+            here.unscaled.add(id(hooked.parameter))
+        here.unknown |= cause is Cause.WRITTEN
 
 
 def _by(call: Call, other: Any, zero: float = 1.0) -> float:

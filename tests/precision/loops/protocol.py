@@ -394,6 +394,45 @@ def unscale_and_update_per_micro_batch():
 
 
 @wrong(6)
+def backward_pass_after_unscaling():
+    model, s = net(), scaler()
+    optimizer = SGD(model.parameters(), lr=1e-9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch()) / 2).backward()
+        s.unscale_(optimizer)
+        s.scale(mse(model, *batch()) / 2).backward()
+        s.step(optimizer)  # here
+        s.update()
+
+
+@wrong(3)
+def gradients_made_anew_after_unscaling():
+    model, s = net(), scaler()
+    optimizer = SGD(model.parameters(), lr=1e-9)
+    for _ in range(STEPS):
+        s.scale(mse(model, *batch())).backward()
+        s.unscale_(optimizer)
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward()
+        s.step(optimizer)  # here
+        s.update()
+
+
+@right(6)
+def penalty_without_a_scale_after_unscaling():
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward()
+        s.unscale_(optimizer)
+        (1e-3 * sum(p.square().sum() for p in model.parameters())).backward()
+        s.step(optimizer)
+        s.update()
+
+
+@wrong(6)
 def second_loss_is_not_scaled():
     model, s = net(), scaler()
     optimizer = Adam(model.parameters())

@@ -45,11 +45,11 @@ class UnscaledFp16(PrecisionRule, code="AMP007", needs=("fp16",)):
     zero: float
 
     def judge(self) -> Alarm:
-        measured = (
-            f"of {count(self.number)} fp16 gradient values {share(self.zero)} are zero and "
-            f"{share(self.subnormal)} below 6.1e-5, where fp16 loses bits"
+        shares = (
+            f"{share(self.zero)} are zero and {share(self.subnormal)} below 6.1e-5, where fp16 loses bits"
         )
-        return self.alarm("gradients go through fp16 without a loss scale", *[measured][: self.number])
+        measured = [f"of {count(self.number)} fp16 gradient values {shares}"] if self.number else []
+        return self.alarm("gradients go through fp16 without a loss scale", *measured)
 
 
 class StaleWeightCache(PrecisionRule, code="AMP009", severity=ERROR, needs=("autocast",)):

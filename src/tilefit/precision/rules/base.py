@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 from tilefit.rules.finding import ERROR, WARNING, Alarm
 
@@ -35,42 +35,30 @@ class PrecisionRule(ABC):
 
     code: ClassVar[str]
     title: ClassVar[str]
-    severity: ClassVar[str]
     fix: ClassVar[str] = ""
-    by_module: ClassVar[bool]
-    needs: ClassVar[tuple[str, ...]]
-    closely: ClassVar[bool]
-    values: ClassVar[bool]
-    replay: ClassVar[str]
-    limit: ClassVar[str]
+    #: What it never sees.
+    limit: ClassVar[str] = ""
+    severity: ClassVar[str] = WARNING
+    needs: ClassVar[tuple[str, ...]] = ()
+    by_module: ClassVar[bool] = False
+    closely: ClassVar[bool] = False
+    values: ClassVar[bool] = False
+    replay: ClassVar[str] = ""
 
-    def __init_subclass__(
-        cls,
-        *,
-        code: str = "",
-        severity: str = WARNING,
-        needs: tuple[str, ...] = (),
-        by_module: bool = False,
-        closely: bool = False,
-        values: bool = False,
-        replay: str = "",
-        limit: str = "",
-    ) -> None:
+    def __init_subclass__(cls, *, code: str = "", **facts: Any) -> None:
         """Make a rule.
 
         Args:
             code: ``AMP`` and a number.
-            severity: An alarm's, unless it says otherwise.
-            needs: The facts of a run without all of which there is nothing to check, as the report says it.
-            by_module: Modules that share a line are told apart.
-            closely: It takes close looks.
-            values: It takes numbers, which the emulated GPU has none of.
-            replay: The function that checks it, where that is not done while training.
-            limit: What it never sees.
+            facts: ``severity``: an alarm's, unless it says otherwise. ``needs``: the facts of a run without
+                all of which there is nothing to check, as the report says it. ``by_module``: modules that
+                share a line are told apart. ``closely``: it takes close looks. ``values``: it takes numbers,
+                which the emulated GPU has none of. ``replay``: the function that checks it, where that is
+                not done while training.
         """
         super().__init_subclass__()
-        cls.code, cls.severity, cls.needs, cls.by_module = code, severity, needs, by_module
-        cls.closely, cls.values, cls.replay, cls.limit = closely, values, replay, limit
+        for name, value in {"code": code, **facts}.items():
+            setattr(cls, name, value)
         dataclass(frozen=True, kw_only=True, eq=False)(cls)
 
     @abstractmethod
@@ -82,15 +70,8 @@ class PrecisionRule(ABC):
         if all that it follows from was seen."""
         severity = severity or self.severity
         severity = WARNING if severity == ERROR and not self.seen else severity
-        return Alarm(
-            code=self.code,
-            severity=severity,
-            source=self.source,
-            module=self.module,
-            message=message,
-            fix=fix or self.fix,
-            arithmetic=arithmetic,
-        )
+        what: dict[str, Any] = {"code": self.code, "source": self.source, "module": self.module}
+        return Alarm(severity=severity, message=message, fix=fix or self.fix, arithmetic=arithmetic, **what)
 
 
 def figure(value: float) -> str:

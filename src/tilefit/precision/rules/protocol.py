@@ -60,9 +60,8 @@ class ClipOnScaled(PrecisionRule, code="AMP001", severity=ERROR, needs=_SCALE):
             times = f"is {scale} times the gradients' own: they still carry the loss scale"
             return self.alarm(f"the norm that is computed here {times}", severity=NOTE)
         message = f"clipped at {figure(limit)} while the gradients carry a loss scale of {scale}"
-        return self.alarm(
-            message, f"effective limit {figure(limit)} / {scale} = {figure(limit / self.scale)}"
-        )
+        effect = f"effective limit {figure(limit)} / {scale} = {figure(limit / self.scale)}"
+        return self.alarm(message, effect)
 
 
 class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE, closely=True):
@@ -104,21 +103,19 @@ class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE
 
     def judge(self) -> Alarm:
         by = f"by {self.operation}" if self.operation else "by hand"
-        one = self.parameters == 1
-        which = f"1 gradient is changed {by} while it carries"
-        which = which if one else f"{self.parameters} gradients are changed {by} while they carry"
-        return self.alarm(
-            f"{which} a loss scale of {figure(self.scale)}",
-            f"what is added here acts as {inverse(self.scale)} of itself; an inf or NaN removed here is "
-            "hidden from the scaler",
-        )
+        which = f"{self.parameters} gradients are changed {by} while they carry"
+        which = f"1 gradient is changed {by} while it carries" if self.parameters == 1 else which
+        acts = f"what is added here acts as {inverse(self.scale)} of itself"
+        hidden = "an inf or NaN removed here is hidden from the scaler"
+        return self.alarm(f"{which} a loss scale of {figure(self.scale)}", f"{acts}; {hidden}")
 
 
 class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SCALE):
     """The optimizer steps on gradients that still carry the loss scale.
 
     What it sees: `optimizer.step()` itself is called while the gradients' scale has not been divided out, or
-    they are added by hand to weights, or to copies of weights that are copied back.
+    they are added by hand to weights, or to copies of weights that are copied back; a step through the scaler
+    on gradients that came about after `unscale_`.
 
     Why nobody notices: Adam divides by the gradients' own size, so the scale cancels: losses agree to many
     digits. What does not cancel: eps (65536 times too small in effect), an L2 penalty through the gradient,
@@ -151,6 +148,8 @@ class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SC
     adaptive: bool = False
     #: The user's own code adds them to the weights.
     by_hand: bool = False
+    #: It steps through the scaler, which took them for divided.
+    scaler: bool = False
 
     def judge(self) -> Alarm:
         scale, s, effects = self.scale, figure(self.scale), []
@@ -163,6 +162,9 @@ class StepWithoutUnscale(PrecisionRule, code="AMP003", severity=ERROR, needs=_SC
             effects.append(f"a weight decay through the gradient acts as {acts}")
         message = f"{self.module} steps on gradients that carry a loss scale of {s}"
         fix = "Divide the gradients by the scale first, and check them for inf." if self.by_hand else ""
+        fix = (
+            "Call scaler.unscale_(optimizer) once, after the step's last backward()." if self.scaler else fix
+        )
         return self.alarm(message, *effects, "the check for inf and NaN is left out", fix=fix)
 
 
@@ -284,13 +286,7 @@ class UpdateMisplaced(WrongDivision, code="AMP005", severity=ERROR, needs=_SCALE
         return self.alarm(message, f"they become {inverse(self.scale)} of their size: {reason}")
 
 
-class MixedAccumulation(
-    WrongDivision,
-    code="AMP006",
-    severity=ERROR,
-    needs=_SCALE,
-    limit="a penalty that is differentiated from a scaled loss and not divided by the scale",
-):
+class MixedAccumulation(WrongDivision, code="AMP006", severity=ERROR, needs=_SCALE):
     """A gradient is the sum of parts that carry different scales.
 
     What it sees: The gradients that one `unscale_` or step consumes come from backward passes with and
@@ -323,6 +319,7 @@ class MixedAccumulation(
     """
 
     title = "scaled and unscaled gradients are mixed"
+    limit = "a penalty that is differentiated from a scaled loss and not divided by the scale"
     fix = "Add the losses first and scale the sum: scaler.scale(loss1 + loss2)."
 
     def judge(self) -> Alarm:
@@ -382,7 +379,19 @@ class OneScalerManyOptimizers(WrongDivision, code="AMP019", needs=_SCALE):
         return self.older(f"{self.other} stepped, and the scaler was updated, in between")
 
 
-def wrong_division(kind: str, scale: float, **figures: Any) -> WrongDivision:
-    """What a wrong division of a kind breaks; figures are the other fields."""
-    apart = OneScalerManyOptimizers if figures.get("other") else UpdateMisplaced
-    return (MixedAccumulation if kind in _MIXTURES else apart)(kind=kind, scale=scale, **figures)
+#: What breaks each way to misuse gradients; ``older`` with another optimizer's step in between, the last.
+_MISUSES: dict[str, type[PrecisionRule]] = {
+    **dict.fromkeys(("clipped", "hand"), ClipOnScaled),
+    **dict.fromkeys(("again", "older"), UpdateMisplaced),
+    **dict.fromkeys(("loss", *_MIXTURES), MixedAccumulation),
+    "stepped": StepWithoutUnscale,
+    "repeated": DoubleStep,
+}
+
+
+def misuse(kind: str, **figures: Any) -> PrecisionRule:
+    """What a misuse of gradients breaks, told with those of the figures that it is about."""
+    apart = kind == "older" and figures.get("other")
+    rule = OneScalerManyOptimizers if apart else _MISUSES[kind]
+    fields = rule.__dataclass_fields__
+    return rule(**{name: value for name, value in (figures | {"kind": kind}).items() if name in fields})

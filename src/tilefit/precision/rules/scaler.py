@@ -38,19 +38,13 @@ class ScalerWithBf16(PrecisionRule, code="AMP008", needs=("loss scale",)):
     fix = "Switch it off: GradScaler(enabled=dtype == torch.float16), or remove it."
 
     def judge(self) -> Alarm:
-        return self.alarm(
-            "the loss is scaled although autocast uses bf16, which needs no scale",
-            "bf16 reaches as far as fp32, 3.4e38; the scaler costs a pass over the gradients and a wait for "
-            "the device in each step",
-        )
+        message = "the loss is scaled although autocast uses bf16, which needs no scale"
+        reach = "bf16 reaches as far as fp32, 3.4e38"
+        costs = "the scaler costs a pass over the gradients and a wait for the device in each step"
+        return self.alarm(message, f"{reach}; {costs}")
 
 
-class ScalerNotRestored(
-    PrecisionRule,
-    code="AMP020",
-    needs=("loss scale",),
-    limit="what a resumed run does otherwise: tilefit.precision.check_resume replays it",
-):
+class ScalerNotRestored(PrecisionRule, code="AMP020", needs=("loss scale",)):
     """A checkpoint holds the optimizer's state and not the scaler's.
 
     What it sees: `torch.save` or `torch.distributed.checkpoint.save` of something that holds an optimizer's
@@ -74,6 +68,7 @@ class ScalerNotRestored(
     """
 
     title = "the scaler is missing from a checkpoint"
+    limit = "what a resumed run does otherwise: tilefit.precision.check_resume replays it"
     fix = "Save and load everything a step changes: model, optimizer, scaler, scheduler, averages."
 
     #: An optimizer's state was ``saved`` or ``loaded``, and that of the scaler that steps it was not; or a
@@ -87,18 +82,13 @@ class ScalerNotRestored(
     def judge(self) -> Alarm:
         if self.what == "saved":
             message = "the optimizer's state is saved here, the gradient scaler's is not"
-            effect = (
-                "after a resume the scale starts at its initial value, with skipped steps or lost gradients"
-            )
+            effect = "a resumed scale starts at its initial value, with skipped steps or lost gradients"
             fix = 'Save scaler.state_dict() too: {"scaler": scaler.state_dict(), ...}.'
             return self.alarm(message, effect, fix=fix)
         if self.what == "loaded":
-            message = (
-                "the optimizer's state was loaded here, the gradient scaler's was not before it was used"
-            )
-            return self.alarm(
-                message, fix='Call scaler.load_state_dict(checkpoint["scaler"]) before the first step.'
-            )
+            message = "the optimizer's state was loaded here, the gradient scaler's not before it was used"
+            fix = 'Call scaler.load_state_dict(checkpoint["scaler"]) before the first step.'
+            return self.alarm(message, fix=fix)
         message = f"the resumed run differs from the saved one, {self.step} steps after the checkpoint"
         losses = f"loss {self.expected:.9g} uninterrupted, {self.got:.9g} resumed"
         return self.alarm(message, losses, severity=ERROR)
@@ -244,7 +234,7 @@ def refused(source: str, method: str, error: str, half: int, weights: int) -> Pr
     """What is broken where a method of the scaler raises, of an optimizer some of whose weights are fp16."""
     if "FP16 gradients" in error:
         return HalfWeightsUnderAutocast(source, half=half, weights=weights, method=method, error=error)
-    why = next((why for words, why in _REASONS.items() if words in error), "")
-    return (
-        UpdateMisplaced(source, kind="raised", raised=f"{method} raised: {why}", error=error) if why else None
-    )
+    for words, why in _REASONS.items():
+        if words in error:
+            return UpdateMisplaced(source, kind="raised", raised=f"{method} raised: {why}", error=error)
+    return None

@@ -25,32 +25,32 @@ class Movement(PrecisionRule):
 
     #: Element type.
     dtype: str
-    #: Updates looked at, and elements of each.
+    #: Steps from the first look to the last, and values looked at in all of them.
     steps: int
     number: int
     #: actual · intended / intended²: 1 healthy, 0 lost.
     projection: float
 
-    def lost(self, message: str, threshold: str, over: str, severity: str = "") -> Alarm | None:
-        """What is wrong where most of the movement is lost; the texts name what is left of it, the share of a
-        value that a change must have, and the projection."""
+    def lost(self, subject: str, severity: str = "") -> Alarm | None:
+        """What is wrong where most of the movement is lost."""
         if self.projection >= LOST:
             return None
-        made, bits = share(max(0.0, self.projection)), SIGNIFICAND_BITS[self.dtype] + 1
-        words = {"made": made, "bits": bits, "part": 2**bits, "projection": figure(self.projection)}
-        texts = (text.format(**words, dtype=self.dtype) for text in (message, threshold, over))
-        return self.alarm(*texts, severity=severity)
+        part, made = 2 ** (SIGNIFICAND_BITS[self.dtype] + 1), share(max(0.0, self.projection))
+        message = f"{subject} {made} of the change intended, over {self.steps} steps"
+        rounded = f"a change below 1/{part} of a value is rounded away in {self.dtype}"
+        projection = f"projection on fp32: {figure(self.projection)}, on {self.number} values"
+        return self.alarm(message, rounded, projection, severity=severity)
 
 
 class UpdateBelowUlp(Movement, code="AMP013", needs=("half-precision weights",), values=True):
     """Weights in half precision do not move, because each update is too small to change them.
 
-    What it sees: Over 32 steps, up to 1024 values of each half-precision parameter are followed by the same
-    optimizer in fp32, with the same gradients. The projection of the actual movement on that is about 1 where
-    all is well, also with stochastic rounding, Kahan summation or fp32 master weights, and about 0 where the
-    updates are lost. Under other optimizers, and where there is none, each operation that updates such
-    weights is repeated in fp32 on watched steps: a note, as the code may keep elsewhere what is rounded away.
-    In a run of 3 to 29 steps it is a note, too. It is never looked at for fp32 parameters.
+    What it sees: The first 32 steps are made again by the same optimizer in fp32 on up to 1024 values of each
+    half-precision parameter, with the same gradients and state. The projection of the actual movement on that
+    is about 1 where all is well, also with stochastic rounding, Kahan summation or fp32 master weights, and
+    about 0 where the updates are lost. Under other optimizers, and where there is none, each operation that
+    updates such weights is repeated in fp32 on watched steps: a note, as the code may keep elsewhere what is
+    rounded away. In a run of 3 to 29 steps it is a note, too. It is never looked at for fp32 parameters.
 
     Why nobody notices: A bf16 weight keeps 8 bits, so hardly any answers an update below |w|/512. The loss
     falls a little, as the small weights learn, then stalls.
@@ -78,12 +78,8 @@ class UpdateBelowUlp(Movement, code="AMP013", needs=("half-precision weights",),
     by_hand: bool = False
 
     def judge(self) -> Alarm | None:
-        return self.lost(
-            f"{{dtype}} weights make {{made}} of the movement the optimizer intends, over {self.steps} steps",
-            "an update below |w| / 2^{bits} = |w| / {part} does not change a {dtype} weight",
-            f"projection on the same optimizer in fp32: {{projection}}, on {self.number} values",
-            severity=WARNING if self.steps >= ENOUGH and not self.by_hand else NOTE,
-        )
+        severity = WARNING if self.steps >= ENOUGH and not self.by_hand else NOTE
+        return self.lost(f"{self.dtype} weights make", severity)
 
 
 class OptimizerStateInHalf(PrecisionRule, code="AMP014", needs=("half-precision weights",)):
@@ -134,13 +130,7 @@ class OptimizerStateInHalf(PrecisionRule, code="AMP014", needs=("half-precision 
         return self.alarm(message, *lost, severity=severity) if lost else None
 
 
-class HalfAccumulator(
-    Movement,
-    code="AMP015",
-    closely=True,
-    values=True,
-    limit="a sum that stalls only later than the steps watched",
-):
+class HalfAccumulator(Movement, code="AMP015", closely=True, values=True):
     """A running average or sum in half precision no longer changes.
 
     What it sees: A half-precision tensor that is no parameter and that several steps change, in place through
@@ -165,22 +155,14 @@ class HalfAccumulator(
     """
 
     title = "a half-precision average stops moving"
+    limit = "a sum that stalls only later than the steps watched"
     fix = "Keep running sums and averages in fp32."
 
     def judge(self) -> Alarm | None:
-        return self.lost(
-            "a {dtype} tensor that is updated in place makes {made} of the change intended",
-            "a change below 1/{part} of a value is rounded away in {dtype}",
-            f"projection on fp32: {{projection}}, over {self.steps} updates",
-        )
+        return self.lost(f"a {self.dtype} tensor that is updated in place makes")
 
 
-class AccumulationNotAveraged(
-    PrecisionRule,
-    code="AMP018",
-    needs=("accumulation",),
-    limit="whether a last, shorter accumulation is divided by its own length",
-):
+class AccumulationNotAveraged(PrecisionRule, code="AMP018", needs=("accumulation",)):
     """The losses of several micro-batches are added up without dividing by their number, or divided twice.
 
     What it sees: Several backward passes per step, each from a loss that is a mean, multiplied by 1 (not
@@ -207,6 +189,7 @@ class AccumulationNotAveraged(
     """
 
     title = "accumulated losses are not averaged"
+    limit = "whether a last, shorter accumulation is divided by its own length"
 
     #: Backward passes that feed one step, and what each loss was multiplied by.
     passes: int
@@ -231,29 +214,20 @@ class AccumulationNotAveraged(
 
 #: What is wrong, and what to do.
 _TEXTS = {
-    "parameters": (
-        "parameters differ between ranks",
-        "Wrap the model in DistributedDataParallel and call the wrapper, or broadcast the parameters at "
-        "the start.",
-    ),
-    "gradients": (
-        "gradients differ between ranks at the optimizer's step",
-        "Call the DistributedDataParallel wrapper, not the model inside; leave no_sync before the last "
-        "backward; change gradients on all ranks alike.",
-    ),
-    "scale": (
-        "the loss scale differs between ranks",
-        "Let every rank see the same inf: use one GradScaler after the all-reduce, or ShardedGradScaler.",
-    ),
-    "found_inf": (
-        "some ranks skip the step and others do not",
-        "All-reduce the gradients before unscaling them, or use ShardedGradScaler.",
-    ),
-    "steps": (
-        "ranks have made different numbers of steps",
-        "Give every rank the same number of batches: drop_last, or join().",
-    ),
-    "data": ("every rank reads the same batch", "Use a DistributedSampler, and call its set_epoch."),
+    "parameters": "parameters differ between ranks",
+    "gradients": "gradients differ between ranks at the optimizer's step",
+    "scale": "the loss scale differs between ranks",
+    "found_inf": "some ranks skip the step and others do not",
+    "steps": "ranks have made different numbers of steps",
+    "data": "every rank reads the same batch",
+}
+_FIXES = {
+    "parameters": "Call the DistributedDataParallel wrapper, or broadcast the parameters at the start.",
+    "gradients": "Call the DDP wrapper, not the model inside; leave no_sync before the last backward.",
+    "scale": "Let every rank see the same inf: one GradScaler after the all-reduce, or ShardedGradScaler.",
+    "found_inf": "All-reduce the gradients before unscaling them, or use ShardedGradScaler.",
+    "steps": "Give every rank the same number of batches: drop_last, or join().",
+    "data": "Use a DistributedSampler, and call its set_epoch.",
 }
 
 
@@ -293,15 +267,11 @@ class RankDrift(PrecisionRule, code="AMP023", severity=ERROR, needs=("several ra
     by_rank: tuple[float, ...] = ()
 
     def judge(self) -> Alarm:
-        message, fix = _TEXTS[self.what]
-        figures = [f"{self.ranks} ranks"]
-        if self.name:
-            figures.append(f"first in {self.name}")
-        if self.by_rank:
-            figures.append("by rank: " + ", ".join(map(figure, self.by_rank)))
-        return self.alarm(
-            message, "; ".join(figures), severity=WARNING if self.what == "data" else "", fix=fix
-        )
+        first = [f"first in {self.name}"] if self.name else []
+        by_rank = ["by rank: " + ", ".join(map(figure, self.by_rank))] if self.by_rank else []
+        figures = "; ".join((f"{self.ranks} ranks", *first, *by_rank))
+        severity = WARNING if self.what == "data" else ""
+        return self.alarm(_TEXTS[self.what], figures, severity=severity, fix=_FIXES[self.what])
 
 
 class LowPrecisionGradientSum(PrecisionRule, code="AMP024", needs=("half-precision weights",)):
@@ -341,6 +311,5 @@ class LowPrecisionGradientSum(PrecisionRule, code="AMP024", needs=("half-precisi
         error = [] if self.error is None else [f"error against fp32: {share(self.error)}"]
         rounds = f"each addition rounds to 1/{2 ** SIGNIFICAND_BITS[self.dtype]} of the sum"
         severity = WARNING if self.error is not None and self.error > LARGE else NOTE
-        return self.alarm(
-            f"{self.terms} gradients are summed in {self.dtype}", *error, rounds, severity=severity
-        )
+        message = f"{self.terms} gradients are summed in {self.dtype}"
+        return self.alarm(message, *error, rounds, severity=severity)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilefit.precision.marks import HAND, TRANSITIONS, Cause, Kind, Mark, State
+from tilefit.precision.gradients import HAND, TRANSITIONS, Cause, Kind, Mark, State
 
 A, B = Mark(0, 1), Mark(0, 2)
 PLAIN: Mark | None = None
@@ -42,7 +42,7 @@ def _kind(parts: list[Mark | None]) -> Kind:
 def test_every_state_has_an_answer_to_every_cause(kind: Kind, cause: Cause) -> None:
     after, finding = TRANSITIONS[kind, cause]
     assert isinstance(after, Kind)
-    assert finding == "" or kind not in (Kind.NONE, Kind.UNKNOWN, Kind.USED, Kind.SPENT)
+    assert finding == "" or kind not in (Kind.NONE, Kind.UNKNOWN, Kind.SPENT)
 
 
 @pytest.mark.parametrize("cause", ADDED)
@@ -93,7 +93,7 @@ def test_what_commutes_keeps_the_scale_but_not_that_a_gradient_was_used(kind: Ki
         (Kind.MIXED, "mixed", "mixed"),
         (Kind.SPREAD, "spread", "spread"),
         (Kind.DIVIDED, "again", "again"),
-        (Kind.USED, "", ""),
+        (Kind.USED, "repeated", "repeated"),
         (Kind.SPENT, "", ""),
         (Kind.LEFT, "repeated", "repeated"),
         (Kind.UNKNOWN, "", ""),
@@ -132,7 +132,7 @@ def test_dividing_by_hand_is_right_for_one_scale(kind: Kind, after: Kind, findin
         (Kind.MIXED, "clipped", "mixed"),
         (Kind.SPREAD, "clipped", "stepped"),
         (Kind.DIVIDED, "", ""),
-        (Kind.USED, "", ""),
+        (Kind.USED, "", "repeated"),
         (Kind.SPENT, "", ""),
         (Kind.LEFT, "", "repeated"),
     ],
