@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Callable
@@ -75,6 +76,7 @@ class Window:
 
     def begin(self) -> None:
         """The step begins here."""
+        gc.collect()  # what only reference cycles hold is freed sooner or later, and is no part of a step
         self._modes.start()
         call = nn.Module.__call__
         sites = self._modes.sites
