@@ -8,7 +8,7 @@ import pytest
 
 from tilefit.cost import estimate_step
 from tilefit.cost.estimate import EXPOSED
-from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S
+from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, FSDP_S
 from tilefit.cost.links import TAKEN, Fabric, Group
 from tilefit.cost.streams import Timed, exchange_s, fabric_of, run
 from tilefit.gpus import get
@@ -77,6 +77,15 @@ def test_products_and_collectives_of_dtensors_take_the_host() -> None:
     ]
     assert made[1] - made[0] == pytest.approx(2 * DTENSOR_S)
     assert made[2] - made[0] == pytest.approx(3 * DTENSOR_S)
+
+
+def test_collectives_of_fully_shard_take_the_host() -> None:
+    ops = (StepOp(Gemm(64, 64, 64), FORWARD, Site("layers.0")),)
+    plain, copied = (
+        estimate_step(Step(ops, program=program(exchanges=(exchange(1 << 12, copied=each),))), H100)
+        for each in (False, True)
+    )
+    assert copied.host_time_s - plain.host_time_s == pytest.approx(FSDP_S)
 
 
 def test_collectives_of_a_group_follow_each_other_and_those_of_two_do_not() -> None:

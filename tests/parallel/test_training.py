@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tilefit.capture.child import capture_target
-from tilefit.cost.launch import COLLECTIVE_S
+from tilefit.cost.launch import COLLECTIVE_S, FSDP_S
 from tilefit.cost.links import NETWORKS, Fabric, Network
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
@@ -19,7 +19,7 @@ from tilefit.parallel.blocks import Block, Blocks, Framework, Model
 from tilefit.parallel.choices import Precision, TrainingSplit
 from tilefit.parallel.launchers import settings
 from tilefit.parallel.planning import Job, Planner, precision_of, tokens_of
-from tilefit.parallel.training import FSDP_HOST_S, Training
+from tilefit.parallel.training import Training
 
 H100 = priced("h100-sxm")
 CLUSTER = Fabric(H100, 8, NETWORKS["infiniband"])
@@ -177,7 +177,7 @@ def test_fsdp_that_keeps_parameters_gathers_once_and_waits_for_its_host() -> Non
         Training(blocks, TrainingSplit(data=2, zero=zero), CLUSTER, Precision(), Framework()).step_s()
         for zero in (3, 2)
     ]
-    assert times == pytest.approx([(3 * 10 - 1) * FSDP_HOST_S, 2 * 10 * FSDP_HOST_S], rel=0.05)
+    assert times == pytest.approx([(3 * 10 - 1) * FSDP_S, 2 * 10 * FSDP_S], rel=0.05)
 
 
 def test_pipelines_of_pytorch_have_room_for_every_message() -> None:

@@ -80,6 +80,9 @@ COLLECTIVE_S = 30e-6
 #: A product or a collective of DTensors, beside that (four layers of Llama-8B in two tensor-parallel ranks,
 #: 2 H200: ``benchmarks/several_gpus.py``).
 DTENSOR_S = 0.3e-3
+#: A collective of ``fully_shard``, with its copies and hooks: 0.83 to 0.86 ms in four steps of three models
+#: that a slow host limits (BERT, GPT-2-XL, Llama-3B, 2 H100).
+FSDP_S = 0.85e-3
 #: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
 #: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
 GRAPHED_S = 0.35e-6

@@ -8,14 +8,23 @@ that waits for each, would be 5.6 % and 15 % off.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import hypot
 from typing import NamedTuple
 
 from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate, Streams
-from tilefit.cost.launch import DTENSOR_S, GRAPHED_S, PROGRAM_HOST, around_s, begin_s, launch
+from tilefit.cost.launch import (
+    COLLECTIVE_S,
+    DTENSOR_S,
+    FSDP_S,
+    GRAPHED_S,
+    PROGRAM_HOST,
+    around_s,
+    begin_s,
+    launch,
+)
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.streams import Timed, fabric_of, run
@@ -165,7 +174,7 @@ def _captured(same: _Same, device: PricedGpu) -> Timed:
 def _launches_s(step: Step, device: PricedGpu) -> Iterator[float]:
     """Of each operation, what the stated host takes to launch it."""
     begun: set[str] = set()
-    split = _of_split_modules(step)
+    wrappers_s = _of_wrappers(step)
     for index, (entry, around) in enumerate(zip(step.ops, around_s(step), strict=True)):
         part = entry.phase.partition("-")[0]
         first_s = 0.0 if part in begun else begin_s(part, step)
@@ -173,19 +182,21 @@ def _launches_s(step: Step, device: PricedGpu) -> Iterator[float]:
         # The loss and the optimizer are outside of the graphs.
         replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
         launch_s = GRAPHED_S if replayed else launch(entry.op, entry.phase, device, step.settings).host_s
-        yield around + first_s + launch_s + DTENSOR_S * split[index]
+        yield around + first_s + launch_s + wrappers_s[index]
 
 
-def _of_split_modules(step: Step) -> Counter[int]:
-    """Products of modules that several ranks share, and collectives within them or around them, by the
-    operation that follows."""
-    if step.program is None or not step.program.split:
-        return Counter()
+def _of_wrappers(step: Step) -> dict[int, float]:
+    """What the host takes for what wraps modules: products that several ranks share, collectives within those
+    modules or around them, and those of ``fully_shard``; by the operation that follows."""
+    found: dict[int, float] = defaultdict(float)
+    if step.program is None:
+        return found
     modules = {*step.program.split}
-    around = {
-        name[:end] for name in modules for end in range(len(name) + 1) if name[end : end + 1] in (".", "")
-    }
-    products = (i for i, e in enumerate(step.ops) if isinstance(e.op, Gemm) and e.site.module in modules)
-    exchanges = (each.index for each in step.program.exchanges if each.site.module in around)
-    last = len(step.ops) - 1
-    return Counter([*products, *(min(index, last) for index in exchanges)])
+    around = {name[:end] for name in modules for end in range(len(name) + 1) if name[end:][:1] in (".", "")}
+    for index, entry in enumerate(step.ops):
+        if isinstance(entry.op, Gemm) and entry.site.module in modules:
+            found[index] += DTENSOR_S
+    for each in step.program.exchanges:
+        taken_s = FSDP_S if each.copied else DTENSOR_S * (each.site.module in around)
+        found[min(each.index, len(step.ops) - 1)] += taken_s
+    return found

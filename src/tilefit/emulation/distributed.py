@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ _FUNCTIONS = {
 _BETWEEN_TWO = (SEND, "receive")
 #: What goes to one other rank is activations, or their gradients.
 _OF_SAMPLES = (*_BETWEEN_TWO, ALL_TO_ALL)
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard."
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
@@ -221,6 +223,7 @@ class _Collectives:
             dtype=_DTYPES.get(first.dtype, str(first.dtype).removeprefix("torch.")),
             group=called,
             grows=grows or name in _OF_SAMPLES,
+            copied=_by_fully_shard(),
         )
         written = [t for t in leaves([tensors[0]]) if isinstance(t, CudaTensor)]
         watch, current = self.device.watch, self.streams.current
@@ -276,6 +279,14 @@ class _Collectives:
         if name == "receive" or (read and written):
             for out, source in zip(written, cycle(read or [None]), strict=False):
                 _take(out, source)
+
+
+def _by_fully_shard() -> bool:
+    """Whether ``fully_shard`` is calling."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_FULLY_SHARD):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _existing(rank: int, count: int) -> int:
@@ -424,7 +435,8 @@ class _Objects:
         group_src: Any = None,
     ) -> None:
         rank = self._rank(src, group, group_src)
-        name = str((dist.group.WORLD if group is None else group).group_name)
+        whole: Any = dist.group.WORLD
+        name = str((whole if group is None else group).group_name)
         if self._mail is not None and rank == dist.get_rank():
             self._mail.publish(name, list(object_list))
         elif self._mail is not None:

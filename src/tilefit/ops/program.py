@@ -129,6 +129,7 @@ class Exchange:
         group: The group of processes, by its name: what it is asked for runs one after the other.
         grows: Its bytes grow with the batch.
         phase: As of an operation.
+        copied: ``fully_shard`` calls it, which copies parameters and gradients into it and out of it.
     """
 
     index: int
@@ -142,6 +143,7 @@ class Exchange:
     group: str = ""
     grows: bool = False
     phase: str = ""
+    copied: bool = False
 
 
 #: What happens to a stream: the operations that follow run on it; an event is recorded on it; it waits for

@@ -214,8 +214,8 @@ class Model:
     def experts(self) -> int:
         """Experts of a layer, whose weights lie side by side; 0 where there are none."""
         weights = {name for name, parameter in self.step.parameters.items() if len(parameter.shape) == 3}
-        products = (e for e in self.step.ops if isinstance(e.op, Gemm) and e.op.batch > 1)
-        return max((e.op.batch for e in products if e.parameter in weights), default=0)
+        products = [e.op for e in self.step.ops if isinstance(e.op, Gemm) and e.parameter in weights]
+        return max((op.batch for op in products if op.batch > 1), default=0)
 
     @cached_property
     def flop(self) -> float:

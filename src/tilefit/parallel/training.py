@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from tilefit.cost.launch import FSDP_S
 from tilefit.cost.links import TAKEN, Fabric, Group
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
@@ -27,9 +28,6 @@ from tilefit.parallel.schedule import Task, cut, in_flight, order, run
 CONTEXT_BYTES = 1.5 * 2**30
 #: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
 _STREAMED = 0.86
-#: What the host needs for each message of FSDP2, beside the layer's launches: 0.83 to 0.86 ms in four steps
-#: of three models that a slow host limits (BERT, GPT-2-XL, Llama-3B, 2 H100).
-FSDP_HOST_S = 0.85e-3
 #: What it needs for each parameter that DDP copies into a bucket and back (GPT-2, 4 samples, 2 H200).
 DDP_HOST_S = 45e-6
 #: What a stage does that has no layer.
@@ -273,7 +271,7 @@ class Training:
         work, gradient = self.precision.work, self.precision.gradient
         copied = 2 * work * gathers + (work + gradient) * scatters
         host_s = block.backward_host_s if backward else block.forward_host_s
-        host_s += (gathers + scatters) * FSDP_HOST_S * self._host_scale * bool(block.parameters)
+        host_s += (gathers + scatters) * FSDP_S * self._host_scale * bool(block.parameters)
         return max(block.pass_s[backward] + self._copied_s(block.parameters, copied), host_s)
 
     @property

@@ -180,6 +180,7 @@ def test_what_fully_shard_and_tensor_parallel_layers_exchange(tmp_path: Path) ->
         sums = [each for each in step.program.exchanges if each.name == "all-reduce"]
         assert [each.bytes for each in sums] == [32 * 512 * 2] * len(sums)
         assert all(each.grows for each in sums)
+        assert all(each.copied == (each.name != "all-reduce") for each in step.program.exchanges)
         gathered = [each for each in step.program.exchanges if each.name == "all-gather"]
         assert {each.bytes for each in gathered} == {shard}
         assert step.memory.parameter_bytes == 3 * 2 * 512 * 2048 * 4 // 8

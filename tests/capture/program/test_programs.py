@@ -134,6 +134,26 @@ for images in torch.utils.data.DataLoader(Noise(), 8):
     assert Step.from_json(step.to_json()).program == step.program
 
 
+def test_what_only_a_cycle_of_references_holds_is_no_part_of_the_step(tmp_path: Path) -> None:
+    text = """
+import gc
+import torch
+gc.disable()
+net = torch.nn.Linear(64, 64).to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for _ in range(4):
+    other = torch.nn.Linear(1 << 13, 1 << 13, device="cuda")
+    other.again = [other]
+    del other
+    net(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    step = _run(tmp_path, text)
+    # What one step leaves behind, not three.
+    assert step.memory.peak_bytes < 2 * 4 << 26
+
+
 def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
     step = _run(tmp_path, _TRAIN, "--accumulate", "2")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections import Counter
@@ -117,6 +118,7 @@ class Window:
 
     def begin(self) -> None:
         """The step begins here."""
+        gc.collect()  # what only reference cycles hold is freed sooner or later, and is no part of a step
         self._modes.start()
         self._first = self._call = None
         self._is_trained = False
