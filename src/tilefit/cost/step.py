@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate, Streams
 from tilefit.cost.launch import (
-    COLLECTIVE_S,
     DTENSOR_S,
     FSDP_S,
     GRAPHED_S,
