@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilefit import gpus
 from tilefit.capture.torchvision_import import import_transformers, tolerated
 from tilefit.precision import Watch
 from tilefit.precision.watching import FIRST_STEPS
@@ -183,7 +184,7 @@ def main() -> None:
         if CUDA:
             torch.cuda.empty_cache()
     if CUDA:
-        name = result["device"].split()[-1].lower()
+        name = gpus.get(result["device"]).name.partition("-")[0]
         path = RESULTS / f"precision_overhead_{name}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(path)

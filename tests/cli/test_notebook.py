@@ -42,7 +42,7 @@ def test_a_cell_runs_and_its_last_line_is_checked(shell: InteractiveShell) -> No
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("%tilefit model rows --gpu h2000", "Did you mean h200?"),
+        ("%tilefit model rows --gpu h2000", "Did you mean h200 or "),
         ("%tilefit model rows --gpu h200 --output-file x.html", "--output-file has no effect in a notebook"),
         ("%tilefit model rows rows --gpu h200", "a model and its inputs"),
         ("%tilefit --gpu h200", "Missing argument"),
