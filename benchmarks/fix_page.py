@@ -113,11 +113,11 @@ def whole(rows: list[Row]) -> str:
 
 
 def on_an_h100(rows: list[Row]) -> str:
-    slower = [f"{row['model']} {row['speedup']:.2f}" for row in rows if row["speedup"] < 0.99]
+    slower = [f"{row['model']} {row['speedup']:.3f}" for row in rows if row["speedup"] < 0.99]
+    gain = statistics.geometric_mean(row["speedup"] for row in rows)
     return (
         f"On an H100, on a host as noisy as [its rows](../benchmarks/results/fix_gain_whole_h100.json) tell, "
-        f"{len(rows)} were {statistics.geometric_mean(row['speedup'] for row in rows):.2f} times as fast in the "
-        f"geometric mean; below 0.99: {', '.join(slower)}."
+        f"{len(rows)} were {gain:.2f} times as fast in the geometric mean; below 0.99: {', '.join(slower)}."
     )
 
 

@@ -59,7 +59,7 @@ OF_THE_CPU = {
     "exponential_by_hand",
     "norm_of_activations_in_fp16",
     "logarithm_of_what_a_sigmoid_leaves",  # on a GPU it is taken in fp32, and inf: AMP026, at the same line
-    "variance_as_a_difference_of_squares",  # on a GPU of fp32 squares, of a mean in bf16 that nothing looks at
+    "variance_as_a_difference_of_squares",  # on a GPU in fp32, of a mean in bf16
     "a_mask_of_the_smallest_number_added_twice",
     "a_loss_by_hand_in_bf16",  # on a GPU autocast sums in fp32
     "a_training_in_a_thread_that_forgets_the_scaler",  # the default device is the main thread's
