@@ -136,6 +136,9 @@ def test_a_part_of_a_gpu_is_never_taken_for_the_whole(name: str) -> None:
         ("RTX 3080 10GB", []),
         ("rtx-3090", []),
         ("4060 ti", ["rtx-4060-ti-16gb"]),
+        ("NVIDIA H 100", ["h100-nvl", "h100-pcie", "h100-sxm-96gb"]),
+        ("Tesla V100", ["v100-pcie-16gb", "v100-pcie-32gb", "v100-sxm2-32gb"]),
+        ("A10", []),
     ],
 )
 def test_variants_are_what_else_a_name_may_mean(name: str, others: list[str]) -> None:

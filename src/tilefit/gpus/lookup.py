@@ -62,11 +62,17 @@ def get(name: str) -> Gpu:
 
 def variants(name: str) -> tuple[Gpu, ...]:
     """What else a name may mean: ``"h100"`` is ``h100-sxm``, or ``h100-pcie``; ``"3080"`` has 10 GB or 12."""
-    taken, typed = get(name), re.sub("[^a-z0-9]+", "-", name.lower())
-    others = {each for each in names() if each.startswith(f"{typed}-") and typed != taken.name}
-    if not _MEMORY.search(typed):
+    taken, key = get(name), _key(name)
+    others = {each for each in names() if key in _beginnings(each) and key != _key(taken.name)}
+    if not _MEMORY.search(re.sub("[^a-z0-9]+", "-", name.lower())):
         others |= {gpu.name for gpu in _of_product(taken)}
     return tuple(get(each) for each in sorted(others - {taken.name}))
+
+
+def _beginnings(name: str) -> list[str]:
+    """What a short name begins with, up to a dash, as :func:`_key` writes it."""
+    parts = name.split("-")
+    return [_key("".join(parts[:count])) for count in range(1, len(parts))]
 
 
 def of_device(name: str, memory_bytes: int) -> Gpu:
