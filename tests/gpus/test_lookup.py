@@ -111,6 +111,23 @@ def test_a_laptop_gpu_is_never_taken_for_the_card(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "GRID A100-10C",
+        "NVIDIA A10-24Q",
+        "NVIDIA A16-4A",
+    ],
+)
+def test_a_part_of_a_gpu_is_never_taken_for_the_whole(name: str) -> None:
+    with pytest.raises(UsageError, match="unknown GPU") as caught:
+        gpus.get(name)
+    assert caught.value.hint.startswith("A part of a GPU (MIG, vGPU) has fewer SMs")
+    assert "Did you mean" not in caught.value.hint
+
+
+@pytest.mark.parametrize(
     ("name", "others"),
     [
         ("rtx-3080", ["rtx-3080-12gb"]),
@@ -119,6 +136,9 @@ def test_a_laptop_gpu_is_never_taken_for_the_card(name: str) -> None:
         ("RTX 3080 10GB", []),
         ("rtx-3090", []),
         ("4060 ti", ["rtx-4060-ti-16gb"]),
+        ("NVIDIA H 100", ["h100-nvl", "h100-pcie", "h100-sxm-96gb"]),
+        ("Tesla V100", ["v100-pcie-16gb", "v100-pcie-32gb", "v100-sxm2-32gb"]),
+        ("A10", []),
     ],
 )
 def test_variants_are_what_else_a_name_may_mean(name: str, others: list[str]) -> None:
@@ -163,10 +183,17 @@ class FakeNvml(SimpleNamespace):
     class NVMLError_NotSupported(NVMLError):
         pass
 
+    class NVMLError_FunctionNotFound(NVMLError):
+        pass
+
     def __init__(
-        self, *devices: str, init_error: type[Exception] | None = None, memory_bytes: int | None = 0
+        self,
+        *devices: str,
+        init_error: type[Exception] | None = None,
+        memory_bytes: int | None = 0,
+        mig: bool | type[Exception] = False,
     ) -> None:
-        super().__init__(devices=devices, init_error=init_error, users=0, memory_bytes=memory_bytes)
+        super().__init__(devices=devices, init_error=init_error, users=0, memory_bytes=memory_bytes, mig=mig)
 
     def nvmlInit(self) -> None:
         if self.init_error:
@@ -189,6 +216,11 @@ class FakeNvml(SimpleNamespace):
 
     def nvmlDeviceGetName(self, handle: int) -> str:
         return self.devices[handle]
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        if not isinstance(self.mig, bool):
+            raise self.mig
+        return [self.mig, 0]
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
         if self.memory_bytes is None:
@@ -257,6 +289,20 @@ def test_local_says_when_the_device_is_unknown(machine: pytest.MonkeyPatch) -> N
     install(machine, FakeNvml("NVIDIA GTX 9999"))
     with pytest.raises(UsageError, match="unknown GPU 'NVIDIA GTX 9999'"):
         gpus.local()
+
+
+def test_local_refuses_a_gpu_that_mig_divides(machine: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml("NVIDIA H100 80GB HBM3", mig=True)
+    install(machine, nvml)
+    with pytest.raises(UsageError, match=r"MIG divides GPU '0', NVIDIA H100 80GB HBM3"):
+        gpus.local()
+    assert nvml.users == 0
+
+
+@pytest.mark.parametrize("error", [FakeNvml.NVMLError_NotSupported, FakeNvml.NVMLError_FunctionNotFound])
+def test_local_takes_a_gpu_without_mig(machine: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    install(machine, FakeNvml("NVIDIA L4", mig=error))
+    assert gpus.local() is gpus.get("l4")
 
 
 def test_local_says_when_the_visible_device_is_not_there(machine: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,12 @@ from tilefit.gpus.load import DATA, load
 # Words of drivers' and shops' names that tell no two GPUs apart.
 _NOISE = re.compile(r"nvidia|tesla|geforce|generation|[^a-z0-9]")
 _LAPTOP = re.compile(r"laptop|mobile|max-?q")
+# An instance of MIG, such as "NVIDIA H100 80GB HBM3 MIG 3g.40gb", or a virtual GPU, such as "GRID A100-10C".
+_PART = re.compile(r"\b(mig|grid)\b|-\d+[abcq]$")
+_PART_HINT = (
+    "A part of a GPU (MIG, vGPU) has fewer SMs, or all of them in turns, and less memory and bandwidth: "
+    "name a GPU that comes close. "
+)
 # The last part of the name of a product that is sold with more than one size of memory.
 _MEMORY = re.compile(r"-\d+gb$")
 # What error correction and the driver keep of it, at most, and the host of memory that it shares.
@@ -48,17 +54,25 @@ def get(name: str) -> Gpu:
             "A laptop's GPU has fewer SMs, less memory and a lower clock than the card of the same number: "
             f"name one that comes close. Those of laptops: {laptops}. "
         )
+    elif _PART.search(name.lower()):
+        hint = _PART_HINT
     hint += "All that are known: tilefit gpu."
     raise UsageError(f"unknown GPU {name!r}", hint=hint)
 
 
 def variants(name: str) -> tuple[Gpu, ...]:
     """What else a name may mean: ``"h100"`` is ``h100-sxm``, or ``h100-pcie``; ``"3080"`` has 10 GB or 12."""
-    taken, typed = get(name), re.sub("[^a-z0-9]+", "-", name.lower())
-    others = {each for each in names() if each.startswith(f"{typed}-") and typed != taken.name}
-    if not _MEMORY.search(typed):
+    taken, key = get(name), _key(name)
+    others = {each for each in names() if key in _beginnings(each) and key != _key(taken.name)}
+    if not _MEMORY.search(re.sub("[^a-z0-9]+", "-", name.lower())):
         others |= {gpu.name for gpu in _of_product(taken)}
     return tuple(get(each) for each in sorted(others - {taken.name}))
+
+
+def _beginnings(name: str) -> list[str]:
+    """What a short name begins with, up to a dash, as :func:`_key` writes it."""
+    parts = name.split("-")
+    return [_key("".join(parts[:count])) for count in range(1, len(parts))]
 
 
 def of_device(name: str, memory_bytes: int) -> Gpu:
@@ -95,7 +109,7 @@ def local() -> Gpu | None:
     """The first GPU CUDA would use in this machine; None where there is none, or no driver or NVML binding.
 
     Raises:
-        UsageError: there is a GPU, but its facts are not known.
+        UsageError: there is a GPU, but its facts are not known, or MIG divides it.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if visible in ("", "-1"):
@@ -116,6 +130,7 @@ def local() -> Gpu | None:
         else:
             handle = pynvml.nvmlDeviceGetHandleByUUID(visible)
         name, memory_bytes = pynvml.nvmlDeviceGetName(handle), _memory_bytes(pynvml, handle)
+        divided = _is_divided(pynvml, handle)
     except pynvml.NVMLError as error:
         raise UsageError(
             f"the driver cannot name GPU {visible!r}: {error}",
@@ -123,6 +138,9 @@ def local() -> Gpu | None:
         ) from error
     finally:
         pynvml.nvmlShutdown()
+    if divided:
+        # NVML names the whole GPU, CUDA uses an instance.
+        raise UsageError(f"MIG divides GPU {visible!r}, {name}", hint=f"{_PART_HINT}Name it with --gpu.")
     return of_device(name, memory_bytes)
 
 
@@ -131,6 +149,14 @@ def _memory_bytes(pynvml: Any, handle: object) -> int:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
     except pynvml.NVMLError_NotSupported:  # it shares the host's
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _is_divided(pynvml: Any, handle: object) -> bool:
+    try:
+        current, _ = pynvml.nvmlDeviceGetMigMode(handle)
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+        return False
+    return bool(current)
 
 
 def _key(name: str) -> str:

@@ -29,6 +29,22 @@ def test_mixed_precision_is_worth_what_an_autocast_capture_saves(gpu: str, half:
     assert any("Amdahl" in line for line in finding.arithmetic)
 
 
+@pytest.mark.parametrize("gpu", ["v100", "t4", "rtx-2080-ti"])
+@pytest.mark.parametrize("train", [True, False])
+def test_bf16_where_only_fp16_has_tensor_cores_is_worth_what_a_capture_in_fp16_saves(
+    gpu: str, train: bool
+) -> None:
+    bf16 = capture(LanguageModel(), tokens(), train=train, amp="bf16")
+    fp16 = capture(LanguageModel(), tokens(), train=train, amp="fp16")
+    (finding,) = findings(bf16, "PRC002", gpu=gpu)
+    assert finding.gain_s == pytest.approx(saved_s(bf16, fp16, gpu), rel=0.05)
+    assert finding.message.startswith("bf16 products run on this GPU's CUDA cores")
+    assert "torch.float16" in finding.fix
+    assert ("GradScaler" in finding.fix) == train
+    assert not findings(fp16, "PRC002", gpu=gpu, min_gain=0)
+    assert not findings(bf16, "PRC002", gpu="p100-pcie-16gb", min_gain=0)
+
+
 def test_mixed_precision_of_a_convolutional_model() -> None:
     def layers(width: int) -> list[nn.Module]:
         return [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]

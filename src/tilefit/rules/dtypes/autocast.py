@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
+from typing import Any
 
 from tilefit.ops import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Op, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
@@ -38,6 +39,26 @@ def under_autocast(step: Step, half: str) -> Edits:
     if half == "fp16" and step.settings.training:
         _add_scaler(step, replaced)
     return replaced
+
+
+def in_fp16(step: Step) -> Edits:
+    """What autocast to fp16 changes of a step under bf16 autocast: element types, and the scaler added."""
+    changed = (_in_fp16(entry) for entry in step.ops)
+    pairs = enumerate(zip(step.ops, changed, strict=True))
+    replaced: Edits = {index: (new,) for index, (old, new) in pairs if new != old}
+    if step.settings.training:
+        _add_scaler(step, replaced)
+    return replaced
+
+
+def _in_fp16(entry: StepOp) -> StepOp:
+    inputs, outputs = (tuple(map(_narrow, refs)) for refs in (entry.inputs, entry.outputs))
+    return replace(entry, op=_narrow(entry.op), inputs=inputs, outputs=outputs)
+
+
+def _narrow(what: Any) -> Any:
+    """An operation or tensor with fp16 in the place of bf16."""
+    return replace(what, **{each.name: "fp16" for each in fields(what) if getattr(what, each.name) == "bf16"})
 
 
 class _Autocast:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from tilefit.ops import Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
-from tilefit.rules.dtypes.autocast import under_autocast
+from tilefit.rules.dtypes.autocast import in_fp16, under_autocast
 from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, share
 
@@ -15,7 +15,7 @@ class MixedPrecision(Rule):
     """The step multiplies in fp32 or TF32 on a GPU whose Tensor Cores are faster in half precision.
 
     What it sees: A step without autocast whose products are mostly fp32 or TF32, on a GPU with bf16 (or
-    else fp16) Tensor Cores.
+    else fp16) Tensor Cores; bf16 autocast on a GPU whose Tensor Cores have fp16 alone (V100, T4, RTX 20).
 
     Why it costs time: Half precision doubles the Tensor Cores' rate over TF32 (and is 15 times fp32's on
     the CUDA cores), and activations between the products take half the bytes.
@@ -44,6 +44,9 @@ class MixedPrecision(Rule):
     def check(self, context: Context) -> Proposals:
         step, gpu, estimate = context.step, context.gpu, context.estimate
         half = next((dtype for dtype in ("bf16", "fp16") if gpu.supports(dtype)), None)
+        if step.settings.amp == "bf16" and half == "fp16":
+            yield from self._in_fp16(context)
+            return
         products = [index for index, entry in enumerate(step.ops) if not isinstance(entry.op, Streaming)]
         wide = [index for index in products if step.ops[index].op.dtype in ("fp32", "tf32")]
         flop: Counter[str] = Counter()
@@ -75,4 +78,23 @@ class MixedPrecision(Rule):
                 f"{bound} (Amdahl), before bytes saved elsewhere",
                 "priced with autocast's casts and with normalisation, softmax and loss left in fp32",
             ),
+        )
+
+    def _in_fp16(self, context: Context) -> Proposals:
+        step, gpu = context.step, context.gpu
+        flop = sum(entry.op.flop for entry in step.ops if entry.op.multiplies and entry.op.dtype == "bf16")
+        if 2 * flop <= step.tensor_flop:
+            return
+        scaler = " and a torch.amp.GradScaler" if step.settings.training else ""
+        ratio = gpu.peak_flop_per_s("fp16") / gpu.peak_flop_per_s("bf16")
+        yield Proposal(
+            place=Place(),
+            message=(
+                "bf16 products run on this GPU's CUDA cores, as fp32 does: its Tensor Cores take fp16, whose "
+                f"peak is {number(ratio)} times as high"
+            ),
+            fix=f'Use torch.autocast("cuda", dtype=torch.float16){scaler}.',
+            safety=UNSAFE,
+            change=Change(in_fp16(step)),
+            arithmetic=("priced with fp16 in the place of bf16, which takes as many bytes",),
         )
