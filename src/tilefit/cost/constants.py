@@ -127,6 +127,9 @@ _SIMT_EFFICIENCY = {"l4": 0.38}
 #: The headroom is a choice: only what nothing can beat rests on it.
 _GEFORCE_MATH, _GEFORCE_MEMORY = 1.15, 0.98
 _GEFORCE_HEADROOM = 1.25
+#: Other cards whose Tensor Cores run at half rate: an A10G's fp16 products of 8192 reach 63.2 TFLOP/s by PyTorch
+#: and 67.1 by cuBLAS alone, of 70 (a public log of a burn-in).
+_HALF_RATE_MATH, _FULL_RATE = 0.93, 1024
 
 
 #: What a PCIe card of a GPU that SXM modules have too delivers at the same clock, with less power: NVIDIA's
@@ -162,6 +165,8 @@ def constants(gpu: Gpu) -> Constants:
             math_efficiency=GDDR_MATH_EFFICIENCY,
             simt_efficiency=_SIMT_EFFICIENCY.get(gpu.name, _GDDR_SIMT_EFFICIENCY),
         )
+        if gpu.flop_per_clock_per_sm["fp16"] < _FULL_RATE:
+            found = replace(found, math_efficiency=_HALF_RATE_MATH)
         if _is_geforce(gpu):
             found = replace(found, math_efficiency=_GEFORCE_MATH, memory_efficiency=_GEFORCE_MEMORY)
     return replace(found, math_efficiency=found.math_efficiency * clock_share(gpu))
