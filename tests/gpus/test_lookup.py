@@ -77,9 +77,7 @@ def test_every_gpu_is_found_by_its_name_and_its_title() -> None:
 
 
 # Products that exist, are not known, and must not be taken for their neighbours.
-@pytest.mark.parametrize(
-    "name", ["L2", "H200 PCIe", "RTX 4090 Ti", "RTX 6000", "V100S-PCIE-32GB", "gpu", ""]
-)
+@pytest.mark.parametrize("name", ["L2", "H200 PCIe", "RTX 4090 Ti", "RTX 6000", "V100S-PCIE-32GB", "gpu", ""])
 def test_an_unknown_name_is_an_error_and_never_a_neighbour(name: str) -> None:
     with pytest.raises(UsageError, match="unknown GPU") as caught:
         gpus.get(name)

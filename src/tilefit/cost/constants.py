@@ -127,8 +127,8 @@ _SIMT_EFFICIENCY = {"l4": 0.38}
 #: The headroom is a choice: only what nothing can beat rests on it.
 _GEFORCE_MATH, _GEFORCE_MEMORY = 1.15, 0.98
 _GEFORCE_HEADROOM = 1.25
-#: Other cards whose Tensor Cores run at half rate: an A10G's fp16 products of 8192 reach 63.2 TFLOP/s by PyTorch
-#: and 67.1 by cuBLAS alone, of 70 (a public log of a burn-in).
+#: Other cards whose Tensor Cores run at half rate: fp16 products of 8192 on an A10G reach 63.2 TFLOP/s by
+#: PyTorch and 67.1 by cuBLAS alone, of 70 (a public log of a burn-in).
 _HALF_RATE_MATH, _FULL_RATE = 0.93, 1024
 
 
