@@ -79,6 +79,11 @@ class StepFinder:
         return any(map(_trained, self._made))
 
     @property
+    def was_to_train(self) -> bool:
+        """Whether an optimizer was ever made, even where nothing holds it any more."""
+        return bool(self._lines)
+
+    @property
     def lines(self) -> tuple[str, ...]:
         """Where the optimizers of the step were made."""
         return tuple(dict.fromkeys(self._lines.get(id(each), "") for each in self.stepped))

@@ -225,7 +225,7 @@ class _Capture:
         """What came of a program that has ended, with this error, and has trained nothing; None of others."""
         if not (self.finder.infers and self.finder.taken):
             return None
-        if self._of_calls is None:
+        if self._of_calls is None or (error and self.finder.was_to_train):
             return error or self._result()
         if error and isinstance(self._of_calls, Step):
             note = f"Behind the step the program failed: {error.what} ({error.where})."
