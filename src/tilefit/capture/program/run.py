@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -58,6 +59,7 @@ def capture_program(
         mail: By which other ranks of it answer.
     """
     os.environ |= options.environment
+    gc.freeze()  # what is imported by now is none of the program's garbage: it is not searched before each step
     try:
         with on_emulated_gpu(gpu, folder, fake=options.fake_data, mail=mail) as (around, modes):
             capture = _Capture(modes, options, around, done, told)
