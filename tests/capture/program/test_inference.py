@@ -282,3 +282,15 @@ train()
 """
     with pytest.raises(TilefitError, match="RuntimeError"):
         _run(tmp_path, text)
+
+
+def test_who_forgets_to_say_that_nothing_is_trained_is_told(tmp_path: Path) -> None:
+    text = """
+import torch
+net = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(9):
+    net(torch.ones(4, 8).cuda())
+"""
+    with pytest.raises(TilefitError, match=r"9 times as if to train it(.|\n)*model\.eval\(\)"):
+        _run(tmp_path, text)

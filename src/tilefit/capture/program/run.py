@@ -32,6 +32,7 @@ from tilefit.errors import CaptureError, TargetError, TilefitError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.options import ProgramOptions
+from tilefit.units import counted
 
 #: Takes the step, or what went wrong, and ends the process: nothing that the program would do then is done.
 Done = Callable[[Step | TilefitError], NoReturn]
@@ -59,7 +60,7 @@ def capture_program(
         mail: By which other ranks of it answer.
     """
     os.environ |= options.environment
-    gc.freeze()  # what is imported by now is none of the program's garbage: it is not searched before each step
+    gc.freeze()  # what is imported by now is no garbage of the program: it need not be searched before each step
     try:
         with on_emulated_gpu(gpu, folder, fake=options.fake_data, mail=mail) as (around, modes):
             capture = _Capture(modes, options, around, done, told)
@@ -163,6 +164,13 @@ def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
             where=options.program,
             hint="Give it more data or epochs by its own arguments"
             + (f", or look at an earlier step: --skip {finder.taken - options.steps}." if earlier else "."),
+        )
+    if finder.forwards:
+        return CaptureError(
+            "the program ended without a step: it made an optimizer, called its model "
+            f"{counted(finder.forwards, 'time')} as if to train it, and no backward pass followed",
+            where=options.program,
+            hint="What only infers does so after model.eval(), or under torch.no_grad().",
         )
     return CaptureError(
         "the program ended without a step: no optimizer stepped, no backward pass ran, no model was called "
