@@ -60,7 +60,7 @@ def capture_program(
         mail: By which other ranks of it answer.
     """
     os.environ |= options.environment
-    gc.freeze()  # what is imported by now is no garbage of the program: it need not be searched before each step
+    gc.freeze()  # what is imported by now is no garbage of the program: no need to search it before each step
     try:
         with on_emulated_gpu(gpu, folder, fake=options.fake_data, mail=mail) as (around, modes):
             capture = _Capture(modes, options, around, done, told)
