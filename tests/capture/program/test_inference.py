@@ -265,3 +265,32 @@ def test_what_fails_behind_the_step_is_told(tmp_path: Path) -> None:
     step = _run(tmp_path, f"{text}\nraise ValueError('no such picture')")
 
     assert any("no such picture" in note for note in step.notes)
+
+
+def test_a_training_that_fails_behind_an_evaluation_has_failed(tmp_path: Path) -> None:
+    text = """
+import torch
+net = torch.nn.Linear(8, 8).cuda()
+with torch.no_grad():
+    for _ in range(9):
+        net(torch.ones(4, 8).cuda())
+def train():
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net(torch.ones(4, 9).cuda()).sum().backward()
+    optimizer.step()
+train()
+"""
+    with pytest.raises(TilefitError, match="RuntimeError"):
+        _run(tmp_path, text)
+
+
+def test_who_forgets_to_say_that_nothing_is_trained_is_told(tmp_path: Path) -> None:
+    text = """
+import torch
+net = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(9):
+    net(torch.ones(4, 8).cuda())
+"""
+    with pytest.raises(TilefitError, match=r"9 times as if to train it(.|\n)*model\.eval\(\)"):
+        _run(tmp_path, text)

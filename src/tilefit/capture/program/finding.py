@@ -53,6 +53,8 @@ class StepFinder:
         self._called = 0, ""
         self._called_at = 0
         self._has_ended = False
+        #: Calls that a backward pass may still follow.
+        self.forwards = 0
         self._lines: dict[int, str] = {}
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._counts: Counter[int] = Counter()
@@ -77,6 +79,11 @@ class StepFinder:
     def is_to_train(self) -> bool:
         """Whether an optimizer was made that has something to train."""
         return any(map(_trained, self._made))
+
+    @property
+    def was_to_train(self) -> bool:
+        """Whether an optimizer was ever made, even where nothing holds it any more."""
+        return bool(self._lines)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -116,7 +123,10 @@ class StepFinder:
         last of its calls is the step.
         """
         trains = getattr(model, "training", False) and torch.is_grad_enabled()
-        if not self.infers or (trains and self.is_to_train):
+        if not self.infers:
+            return
+        if trains and self.is_to_train:
+            self.forwards += 1
             return
         if self._has_ended:
             self._on_call()

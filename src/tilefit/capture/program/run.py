@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -31,6 +32,7 @@ from tilefit.errors import CaptureError, TargetError, TilefitError
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.options import ProgramOptions
+from tilefit.units import counted
 
 #: Takes the step, or what went wrong, and ends the process: nothing that the program would do then is done.
 Done = Callable[[Step | TilefitError], NoReturn]
@@ -58,6 +60,7 @@ def capture_program(
         mail: By which other ranks of it answer.
     """
     os.environ |= options.environment
+    gc.freeze()  # what is imported by now is no garbage of the program: no need to search it before each step
     try:
         with on_emulated_gpu(gpu, folder, fake=options.fake_data, mail=mail) as (around, modes):
             capture = _Capture(modes, options, around, done, told)
@@ -162,6 +165,13 @@ def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
             hint="Give it more data or epochs by its own arguments"
             + (f", or look at an earlier step: --skip {finder.taken - options.steps}." if earlier else "."),
         )
+    if finder.forwards:
+        return CaptureError(
+            "the program ended without a step: it made an optimizer, called its model "
+            f"{counted(finder.forwards, 'time')} as if to train it, and no backward pass followed",
+            where=options.program,
+            hint="What only infers does so after model.eval(), or under torch.no_grad().",
+        )
     return CaptureError(
         "the program ended without a step: no optimizer stepped, no backward pass ran, no model was called "
         "on the GPU",
@@ -225,7 +235,7 @@ class _Capture:
         """What came of a program that has ended, with this error, and has trained nothing; None of others."""
         if not (self.finder.infers and self.finder.taken):
             return None
-        if self._of_calls is None:
+        if self._of_calls is None or (error and self.finder.was_to_train):
             return error or self._result()
         if error and isinstance(self._of_calls, Step):
             note = f"Behind the step the program failed: {error.what} ({error.where})."
