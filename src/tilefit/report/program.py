@@ -134,19 +134,17 @@ def headline(around: Around) -> list[tuple[str, str]]:
 
 
 def serving(each: Serving) -> str:
-    """``1,300 tokens/s, 8 at once; their prompts, 512 tokens each, take 31.2 ms``."""
+    """``1,300 tokens/s, 8 at once; the prompts, 512 tokens each, take 31.2 ms``; of samples where there was no
+    prompt, since an integer a sample may as well be a user or a word."""
     rate = units.number(each.batch / each.step_s)
-    if each.tokens != 1:
+    if not each.prompt_tokens:
         steps = units.number(1 / each.step_s)
         return f"{steps} steps/s with {counted(each.batch, 'sample')} each, {rate} samples/s"
-    said = f"{rate} tokens/s, {each.batch:,} at once"
-    if not each.prompt_tokens:
-        return said
     prompts = f"the prompt, {each.prompt_tokens:,} tokens, takes"
     if each.batch > 1:
         prompts = f"the prompts, {each.prompt_tokens:,} tokens each, take"
     total = units.number(each.batch * each.prompt_tokens / each.prompt_s)
-    return f"{said}; {prompts} {units.seconds(each.prompt_s)} ({total} tokens/s)"
+    return f"{rate} tokens/s, {each.batch:,} at once; {prompts} {units.seconds(each.prompt_s)} ({total} tokens/s)"
 
 
 def footer(around: Around) -> Iterator[tuple[str, str]]:

@@ -106,6 +106,20 @@ def test_tokens_are_told_from_the_prompt_before_them(tmp_path: Path) -> None:
     assert stays == pytest.approx(2 * step.parameter_count, rel=0.1)
 
 
+def test_an_integer_a_sample_is_no_token_without_a_prompt(tmp_path: Path) -> None:
+    text = """
+import torch
+users = torch.nn.Embedding(1000, 16).cuda()
+with torch.no_grad():
+    for _ in range(5):
+        users(torch.randint(1000, (64, 1)).cuda())
+"""
+    step = _run(tmp_path, text)
+
+    assert step.inputs == ("input: int64[64,1]",)
+    assert _said(step)["Serves"].endswith("samples/s")
+
+
 def test_all_that_runs_from_one_call_of_a_model_to_its_next_is_the_step(tmp_path: Path) -> None:
     step = _run(
         tmp_path,
