@@ -134,8 +134,10 @@ def headline(around: Around) -> list[tuple[str, str]]:
 
 
 def serving(each: Serving) -> str:
-    """``1,300 tokens/s, 8 at once; the prompts, 512 tokens each, take 31.2 ms``; of samples where there was no
-    prompt, since an integer a sample may as well be a user or a word."""
+    """``1,300 tokens/s, 8 at once; the prompts, 512 tokens each, take 31.2 ms``.
+
+    Without a prompt they are samples: an integer of each may as well be a user.
+    """
     rate = units.number(each.batch / each.step_s)
     if not each.prompt_tokens:
         steps = units.number(1 / each.step_s)
@@ -143,8 +145,9 @@ def serving(each: Serving) -> str:
     prompts = f"the prompt, {each.prompt_tokens:,} tokens, takes"
     if each.batch > 1:
         prompts = f"the prompts, {each.prompt_tokens:,} tokens each, take"
+    prompts += f" {units.seconds(each.prompt_s)}"
     total = units.number(each.batch * each.prompt_tokens / each.prompt_s)
-    return f"{rate} tokens/s, {each.batch:,} at once; {prompts} {units.seconds(each.prompt_s)} ({total} tokens/s)"
+    return f"{rate} tokens/s, {each.batch:,} at once; {prompts} ({total} tokens/s)"
 
 
 def footer(around: Around) -> Iterator[tuple[str, str]]:
