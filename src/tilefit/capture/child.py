@@ -25,7 +25,7 @@ from tilefit import errors
 from tilefit.capture.cache import Witness, recall, remember
 from tilefit.capture.naming import has_source, require_readable
 from tilefit.capture.ranks import Ranks
-from tilefit.capture.worker import Worker, begin, leave, say, working, write
+from tilefit.capture.worker import Worker, begin, kept, leave, say, working, write
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
 from tilefit.options import MOST_LINKED, ProgramOptions, TargetOptions
@@ -262,6 +262,9 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
             write(folder, _result(0), _told(result))
         leave()
 
+    def keep(step: Step) -> None:
+        write(folder, kept(_result(0)), step.to_json())
+
     options = ProgramOptions(**{**request["program"], "arguments": tuple(request["program"]["arguments"])})
     if not options.ranks and request["rank"] != int(os.environ.get("RANK", 0)):
         world = int(os.environ["WORLD_SIZE"])
@@ -269,7 +272,7 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
         options = replace(options, ranks=world, nodes=nodes)
     if options.ranks:
         options = replace(options, rank=request["rank"])
-    capture_program(options, gpus.get(request["gpu"]), folder, done, partial(say, folder), mail)
+    capture_program(options, gpus.get(request["gpu"]), folder, done, keep, partial(say, folder), mail)
 
 
 def _told(error: TilefitError) -> str:

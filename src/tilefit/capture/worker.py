@@ -52,6 +52,11 @@ def start(folder: str, printed: int) -> subprocess.Popen[bytes]:
     )
 
 
+def kept(name: str) -> str:
+    """The file of what there is of another so far."""
+    return f"{name}.kept"
+
+
 class Worker:
     """The side of who started it."""
 
@@ -79,7 +84,7 @@ class Worker:
         meanwhile: Callable[[], None] = lambda: None,
         others: Callable[[], str] = lambda: "",
     ) -> str:
-        """A file of its, once it is there.
+        """A file of its, once it is there; when the time is up, what it has kept of it so far.
 
         Args:
             name: The file's.
@@ -94,6 +99,8 @@ class Worker:
         deadline = time.monotonic() + timeout_s
         while (text := self.found(name, what)) is None:
             if time.monotonic() > deadline:
+                if (so_far := self.folder / kept(name)).exists():
+                    return so_far.read_text()
                 raise CaptureError(
                     f"{what} did not finish within {timeout_s:.0f} s{others()}",
                     where=self.line(asks=True),

@@ -106,6 +106,19 @@ def test_tokens_are_told_from_the_prompt_before_them(tmp_path: Path) -> None:
     assert stays == pytest.approx(2 * step.parameter_count, rel=0.1)
 
 
+def test_a_server_that_waits_is_ended_with_the_step_of_its_warm_up(tmp_path: Path) -> None:
+    path = tmp_path / "server.py"
+    path.write_text(
+        "import time, torch\nnet = torch.nn.Linear(500, 300).cuda().eval()\n"
+        "for _ in range(5):\n    net(torch.rand(7, 500).cuda())\ntime.sleep(1000)\n"
+    )
+    step = capture_program_in_child(ProgramOptions(str(path)), "h100-sxm", 12)
+
+    assert step.program is not None
+    assert step.program.step == "a call of Linear, a batch of 7"
+    assert any("until its time was up" in note for note in step.notes)
+
+
 def test_an_integer_a_sample_is_no_token_without_a_prompt(tmp_path: Path) -> None:
     text = """
 import torch

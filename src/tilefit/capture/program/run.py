@@ -36,6 +36,7 @@ from tilefit.units import counted
 
 #: Takes the step, or what went wrong, and ends the process: nothing that the program would do then is done.
 Done = Callable[[Step | TilefitError], NoReturn]
+_WENT_ON = "Behind the step the program went on until its time was up, and trained nothing."
 #: Seconds for which a program that calls its model again and again may still begin to train: some evaluate
 #: first. A choice.
 _PATIENCE_S = 5.0
@@ -46,6 +47,7 @@ def capture_program(
     gpu: Gpu,
     folder: Path,
     done: Done,
+    keep: Callable[[Step], None],
     told: Callable[[str], None],
     mail: Mail | None = None,
 ) -> NoReturn:
@@ -56,6 +58,7 @@ def capture_program(
         gpu: What it is told that it runs on.
         folder: Where the files go that it writes.
         done: Takes what came of it.
+        keep: Takes a step that the program may yet train behind, for the case that it does not end.
         told: Gets what it is at.
         mail: By which other ranks of it answer.
     """
@@ -63,7 +66,7 @@ def capture_program(
     gc.freeze()  # what is imported by now is no garbage of the program: no need to search it before each step
     try:
         with on_emulated_gpu(gpu, folder, fake=options.fake_data, mail=mail) as (around, modes):
-            capture = _Capture(modes, options, around, done, told)
+            capture = _Capture(modes, options, around, done, keep, told)
             with (
                 capture.finder.watching(),
                 capture.window.watching(capture.finder.called),
@@ -191,10 +194,11 @@ class _Capture:
         options: ProgramOptions,
         around: Surroundings,
         done: Done,
+        keep: Callable[[Step], None],
         told: Callable[[str], None],
     ) -> None:
         self.window, self.options, self.around = Window(modes), options, around
-        self.done, self.told = done, told
+        self.done, self.keep, self.told = done, keep, told
         self.finder = StepFinder(
             options.skip,
             options.steps,
@@ -221,6 +225,8 @@ class _Capture:
         if not self.finder.infers:
             self.done(result)
         self._of_calls, self._until_s = result, time.monotonic() + _PATIENCE_S
+        if isinstance(result, Step) and not self.finder.is_to_train:
+            self.keep(replace(result, notes=(*result.notes, _WENT_ON)))
 
     def _first_ended(self) -> None:
         self._first = self._result()
