@@ -366,7 +366,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             copied = args[1]
         else:
             return
-        yield from (t for t in copied if isinstance(t, torch.Tensor) and t.device.type == "cpu")
+        for tensor in copied:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel():
+                yield tensor
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self._run(func, args, kwargs)

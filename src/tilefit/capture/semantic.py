@@ -84,7 +84,7 @@ class SemanticMode(TorchFunctionMode):
                 return result
         result = func(*args, **kwargs)
         self.constants.observe(name, func, args, kwargs, result)
-        if name in _FROM_DATA and result.device == self.device != _HOST:
+        if name in _FROM_DATA and result.device == self.device != _HOST and result.numel():
             self.recorder.met(TO_GPU, name, result.nbytes)
         return result
 

@@ -280,20 +280,21 @@ class MergeProjections(Fix):
             paths = tuple(call.layer.module for call in calls)
             try:
                 for path in paths:
-                    if called[path] > together[paths]:
-                        raise RefusedError(f"{path} is also called without the others")
-                for path in paths:
                     require_alone(context.run.model, path)
             except RefusedError as refused:
                 yield Refusal(paths, refused.what)
                 continue
+            alone = [path for path in paths if called[path] > together[paths]]
+            if alone:
+                yield Refusal(paths, f"{alone[0]} is also called without the others")
+                continue
             names = tuple(path.rpartition(".")[2] for path in paths)
             alike[names, tuple(_product_of(context, call) for call in calls)].append(calls)
         for found in alike.values():
-            paths = dict.fromkeys(tuple(call.layer.module for call in calls) for calls in found)
-            modules = tuple(dict.fromkeys(path for group in paths for path in group))
+            merged = tuple(dict.fromkeys(tuple(call.layer.module for call in calls) for calls in found))
+            modules = tuple(dict.fromkeys(path for group in merged for path in group))
             rows = _least_rows(context, found[0])
-            yield Merging(modules, tuple(paths), rows, host_s=HOST_S * len(found))
+            yield Merging(modules, merged, rows, host_s=HOST_S * len(found))
 
 
 def _product_of(context: Context, call: LinearCall) -> Gemm:
