@@ -42,7 +42,10 @@ def work(name: str, options: argparse.Namespace) -> None:
     patiently(
         lambda: rows.append(
             measured(
-                planned(name, "h200", "safe", True, options.scale), MODELS[name], options, alone=when_called
+                planned(name, options.gpu, "safe", True, options.scale),
+                MODELS[name],
+                options,
+                alone=when_called,
             )
         )
     )
@@ -61,6 +64,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     session_arguments(parser, Path("compiled_gain"))
+    parser.add_argument("--gpu", default="h200", help="the GPU to plan for")
     parser.add_argument("--models", default="", help="names, with commas between; all if empty")
     parser.add_argument("--done", type=Path, nargs="*", default=[], help="rows that exist")
     parser.add_argument("--rounds", type=int, default=6, help="at least")
@@ -80,7 +84,7 @@ def main() -> None:
     if unknown:
         sys.exit(f"There is no model {unknown[0]}; there are {', '.join(MODELS)}.")
     scale = options.scale or launch_scale(torch.device(options.device))
-    command = [__file__, "--device", options.device, "--scale", str(scale)]
+    command = [__file__, "--device", options.device, "--scale", str(scale), "--gpu", options.gpu]
     for name in ("rounds", "model_s", "round_s"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     session = Session([name for name in wanted if name not in done], options, command, shown)

@@ -12,6 +12,7 @@ from torch import nn
 
 from capturing import captured, rows
 from tilefit.errors import CaptureError
+from tilefit.ops.program import TO_GPU, WAIT
 
 
 def _value(make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -117,3 +118,30 @@ def test_positions_beyond_their_table_are_refused(positions: int) -> None:
         return
     with pytest.raises(CaptureError, match=r"row 10 of places\.weight is looked up, and it has rows 0 to 9"):
         captured(run, words, parts=parts)
+
+
+def _distances(self: Any, x: torch.Tensor) -> torch.Tensor:
+    scale = torch.tensor([2.0, 3.0]).type_as(x)  # made on the host
+    if torch.ones_like(x).all():
+        x = x * scale.sum()
+    return x[torch.tensor([0, 1])] + torch.tensor(4.0, device=x.device) + torch.tensor(1.0)
+
+
+def test_a_model_meets_the_host_where_it_reads_values_and_copies() -> None:
+    program = captured(_distances, rows(2, 3), train=False).program
+    assert program is not None
+    assert not program.was_run
+    found = [(event.kind, event.name, event.bytes, event.blocks) for event in program.events]
+    assert found == [
+        (TO_GPU, "to", 8, True),
+        (WAIT, "bool", 0, True),
+        (TO_GPU, "to", 16, True),
+        (TO_GPU, "tensor", 4, True),
+    ]
+    compiled = captured(_distances, rows(2, 3), train=False, compile=True).program
+    assert compiled is not None
+    assert [event.kind for event in compiled.events] == [WAIT]
+
+
+def test_a_model_that_never_meets_the_host() -> None:
+    assert captured(lambda self, x: x.exp() + torch.tensor(2.0), rows(2, 3), train=False).program is None

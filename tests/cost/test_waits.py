@@ -200,3 +200,10 @@ def test_random_numbers_that_the_host_draws_take_its_time() -> None:
     twice = scale_batch(one, 2)
     assert twice.program is not None
     assert twice.program.host_work == (("randn", 6_000_000),)
+
+
+def test_what_python_takes_goes_with_the_launches() -> None:
+    """Behind a wait it holds the GPU up; at once before it, it would not."""
+    waiting = step(*[SMALL] * 100, LARGE, events=(wait(0),))
+    plain, slower = (estimate_step(waiting, H200, python_s=python_s).time_s for python_s in (0.0, 1e-3))
+    assert slower - plain == pytest.approx(1e-3, rel=0.05)

@@ -190,6 +190,20 @@ def test_the_plan_merges_what_pays() -> None:
     assert found.verification.ok
 
 
+class Relative(Attention):
+    """Of positions it asks only for queries and keys."""
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        positions = x.roll(1, 0)
+        return super().forward(x) + self.q(positions).mean() + self.k(positions).mean()
+
+
+def test_a_layer_that_is_also_called_without_its_siblings_is_left_alone() -> None:
+    found = plan(Relative(512), torch.empty(64, 256, 512), amp="bf16")
+    assert not found.fixes
+    assert {refused.reason for refused in found.refused} == {"q is also called without the others"}
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_optimizer_sees_the_parameters_that_are_there(fused: bool) -> None:
     run = Run(

@@ -24,7 +24,8 @@ from tilefit.capture.semantic import SemanticMode
 from tilefit.capture.sites import SiteTracker, user_line
 from tilefit.capture.trees import own_part, tensors
 from tilefit.errors import CaptureError, TilefitError
-from tilefit.ops import FORWARD, Memory, Parameter, Settings, Step
+from tilefit.ops import FORWARD, Memory, Parameter, Program, Settings, Step
+from tilefit.ops.program import WAIT
 from tilefit.ops.scaling import tensors_that_stay
 from tilefit.ops.timeline import BUFFERS, GRADIENTS, INPUTS
 
@@ -188,6 +189,8 @@ class Modes:
         forward = (entry for entry in self.recorder.ops if entry.phase == FORWARD)
         made = {ref.id for entry in forward for ref in entry.outputs}
         stay = tensors_that_stay(self.recorder.ops, parameters)
+        # The compiler makes numbers on the GPU that were made on the host.
+        meetings = [e for e in self.recorder.meetings if e.kind == WAIT or not settings.compiled]
         memory = Memory(
             parameter_bytes=parameter_bytes,
             gradient_bytes=gradient_bytes if settings.training else 0,
@@ -210,6 +213,7 @@ class Modes:
             libraries=tuple(self.sites.libraries),
             model=name,
             notes=(*notes, *self.notes, *self.semantic.fused.notes),
+            program=Program("", "", events=tuple(meetings)) if meetings else None,
             returned=tuple(sorted(made & self.recorder.returned)),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from tilefit.ops import (
     FORWARD,
     OPTIMIZER,
     Gemm,
+    HostEvent,
     Op,
     Site,
     StepOp,
@@ -30,6 +31,7 @@ from tilefit.ops import (
     TensorRef,
 )
 from tilefit.ops.peaks import Moment, fullest
+from tilefit.ops.program import TO_GPU
 from tilefit.ops.timeline import INPUTS, OPTIMIZER_STATE, PARAMETERS, Timeline, owned
 
 _UNKNOWN = object()
@@ -62,6 +64,8 @@ _RESULTS: dict[Any, Any] = {}
 _MOST_RESULTS = 100_000
 #: Operations that hardly any step does on the host.
 PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward".split())
+#: Calls whose indices may be the host's.
+_INDEXED = frozenset("index index_put index_put_ _index_put_impl_".split())
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -99,6 +103,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results: dict[Any, Any] = {}
         #: Numbers of the memory of what the step returns.
         self.returned: set[int] = set()
+        #: Where host and GPU meet.
+        self.meetings: list[HostEvent] = []
         #: Lines of products on another device, which are not recorded.
         self.host_products: dict[str, None] = {}
         # By the number of the autograd node of each product: None if no parameter is multiplied, else the
@@ -331,10 +337,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None, True
         return node, False
 
+    def met(self, kind: str, name: str, size: int = 0, non_blocking: bool = False) -> None:
+        """Host and GPU meet here: the host waits, or copies so many bytes from pageable memory."""
+        if not self.muted:
+            site = self.sites.forward_site()
+            self.meetings.append(
+                HostEvent(len(self.ops), kind, name, site, bytes=size, non_blocking=non_blocking)
+            )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Neither meta kernels written in Python nor the recording itself are the model's own calls.
         with torch._C.DisableTorchFunction():
-            return self._dispatched(func, args, kwargs or {})
+            kwargs = kwargs or {}
+            for tensor in self._from_host(func, args, kwargs):
+                self.met(TO_GPU, "to", tensor.nbytes, bool(kwargs.get("non_blocking")))
+            return self._dispatched(func, args, kwargs)
+
+    def _from_host(self, func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+        """What a call copies to the GPU: tensors of the host's that are made the GPU's, and indices."""
+        if self.device == "cpu":
+            return  # where all tensors look like the host's
+        name = func._overloadpacket.__name__
+        if name == "_to_copy" and torch.device(kwargs.get("device") or "cpu").type == self.device:
+            copied: Sequence[Any] = args[:1]
+        elif name == "copy_" and args[0].device.type == self.device:
+            copied = args[1:2]
+        elif name in _INDEXED and args[0].device.type == self.device:
+            copied = args[1]
+        else:
+            return
+        yield from (t for t in copied if isinstance(t, torch.Tensor) and t.device.type == "cpu")
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = self._run(func, args, kwargs)

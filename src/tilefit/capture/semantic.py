@@ -23,9 +23,13 @@ from tilefit.capture.constants import Constants
 from tilefit.capture.fused import REPLACEMENTS, FusedCalls
 from tilefit.capture.recorder import Recorder
 from tilefit.errors import CaptureError
+from tilefit.ops.program import TO_GPU, WAIT
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_HOST = torch.device("cpu")
+#: Calls that make a tensor of numbers, on the host; it is copied from there.
+_FROM_DATA = frozenset("tensor new_tensor".split())
 #: More indices are of pairs of tokens (relative positions, by their distance), and take memory to compute.
 _MOST_POSITIONS = 1 << 20
 #: What to do where a table of positions ends.
@@ -80,6 +84,8 @@ class SemanticMode(TorchFunctionMode):
                 return result
         result = func(*args, **kwargs)
         self.constants.observe(name, func, args, kwargs, result)
+        if name in _FROM_DATA and result.device == self.device != _HOST:
+            self.recorder.met(TO_GPU, name, result.nbytes)
         return result
 
     def _check_lookup(self, weight: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> None:
@@ -178,7 +184,9 @@ class SemanticMode(TorchFunctionMode):
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
             with torch._C.DisableTorchFunction(), self.recorder.silent():
                 value = self.constants.value(tensor)
-                if value is not None:
+            if value is not None:
+                self.recorder.met(WAIT, func.__name__.strip("_"))
+                with torch._C.DisableTorchFunction(), self.recorder.silent():
                     return func(value, *args[1:], **kwargs)
             raise CaptureError(f"the code reads a tensor's value ({func.__name__}), which is not known here")
         return func(*args, **kwargs)

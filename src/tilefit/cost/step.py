@@ -86,7 +86,7 @@ def estimate_step(
     # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.
     # What the host and the GPU may take at most and at least is priced like what they take.
     share = hypot(*widths.values(), device.common_spread * found.gpu_s) / (found.gpu_s or 1.0)
-    spread = device.launch_spread * (PROGRAM_HOST if step.program else 1.0)
+    spread = device.launch_spread * (PROGRAM_HOST if step.program and step.program.was_run else 1.0)
     less_s = found.time_s - timed(scale / spread, max(0.0, 1.0 - share)).time_s
     more_s = timed(scale * spread, 1.0 + share).time_s - found.time_s
     return StepEstimate(
@@ -118,20 +118,22 @@ class _Timer:
 
     def __init__(self, step: Step, device: PricedGpu, times_s: Sequence[float], python_s: float) -> None:
         self.step, self.device = step, device
-        self.python_s = python_s + own_work_s(step.program)
+        self.own_s = own_work_s(step.program)
         launches = [*_launches(step, device)]
-        self.launches_s = [each.host_s for each in launches]
         self.times_s = _with_idle(times_s, launches)
+        # It goes with the launches, wherever the host waits.
+        slower = 1.0 + python_s / (sum(each.host_s for each in launches) or 1.0)
+        self.launches_s = [slower * each.host_s for each in launches]
 
     def __call__(self, scale: float, gpu_scale: float = 1.0) -> _Paced:
         """With a host, and a GPU, that takes so many times as long as stated."""
         program, device = self.step.program, self.device
-        gpu_s, host_s = gpu_scale * sum(self.times_s), scale * (self.python_s + sum(self.launches_s))
+        gpu_s, host_s = gpu_scale * sum(self.times_s), scale * (self.own_s + sum(self.launches_s))
         if program is None or not (program.events or program.order or launches_block(program)):
             return _Paced(max(gpu_s, host_s), gpu_s, host_s)
         times_s = [gpu_scale * each for each in self.times_s]
         launches_s = [scale * each for each in self.launches_s]
-        launches_s[:1] = [scale * self.python_s + first for first in launches_s[:1]]
+        launches_s[:1] = [scale * self.own_s + first for first in launches_s[:1]]
         timed = Timed(program, launches_s, times_s)
         streams = run(timed, device, scale, list(_others(self.step, timed, device)))
         gpu_s -= sum(times_s[index] for index in streams.aside)  # beside the stream that computes

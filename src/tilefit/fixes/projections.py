@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +30,7 @@ from tilefit.fixes.region import Region
 from tilefit.fixes.run import Run
 from tilefit.ops import Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.flow import Flow, LinearCall
+from tilefit.rules.flow import Flow, LinearCall, linear_calls
 from tilefit.rules.intensity.parallel_projections import groups
 from tilefit.rules.sites import pattern
 
@@ -262,7 +262,8 @@ class MergeProjections(Fix):
     parallelism), and where DDP looks for unused parameters. The outputs are not contiguous: each is a part
     of the product.
 
-    Refused: layers that are no plain ``nn.Linear``.
+    Refused: layers that are no plain ``nn.Linear``, and those that are called with yet another input without
+    their siblings, whose products with it would be computed for nobody.
     """
 
     name = "merge-projections"
@@ -272,9 +273,15 @@ class MergeProjections(Fix):
         if context.run.options.compile:
             return
         alike: dict[Any, list[list[LinearCall]]] = defaultdict(list)
-        for calls in groups(Flow(context.step)):
+        found_groups = [*groups(Flow(context.step))]
+        together = Counter(tuple(call.layer.module for call in calls) for calls in found_groups)
+        called = Counter(call.layer.module for call in linear_calls(context.step))
+        for calls in found_groups:
             paths = tuple(call.layer.module for call in calls)
             try:
+                for path in paths:
+                    if called[path] > together[paths]:
+                        raise RefusedError(f"{path} is also called without the others")
                 for path in paths:
                     require_alone(context.run.model, path)
             except RefusedError as refused:
@@ -283,11 +290,10 @@ class MergeProjections(Fix):
             names = tuple(path.rpartition(".")[2] for path in paths)
             alike[names, tuple(_product_of(context, call) for call in calls)].append(calls)
         for found in alike.values():
-            together = dict.fromkeys(tuple(call.layer.module for call in calls) for calls in found)
-            modules = tuple(dict.fromkeys(path for group in together for path in group))
-            if len(modules) == sum(map(len, together)):  # no layer in two groups
-                rows = _least_rows(context, found[0])
-                yield Merging(modules, tuple(together), rows, host_s=HOST_S * len(found))
+            paths = dict.fromkeys(tuple(call.layer.module for call in calls) for calls in found)
+            modules = tuple(dict.fromkeys(path for group in paths for path in group))
+            rows = _least_rows(context, found[0])
+            yield Merging(modules, tuple(paths), rows, host_s=HOST_S * len(found))
 
 
 def _product_of(context: Context, call: LinearCall) -> Gemm:

@@ -170,10 +170,10 @@ class Ordered:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The program around a step.
+    """The program around a step; of a model's own step, in which none was run, what it shares with one.
 
     Attributes:
-        command: As it was started, such as ``train.py --batch-size 64``.
+        command: As it was started, such as ``train.py --batch-size 64``; empty where none was run.
         step: What the step is, such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``.
         steps: Steps that were run, the captured one included.
         events: Where host and GPU meet within the step, in order.
@@ -211,6 +211,11 @@ class Program:
     rank: int = 0
     host_work: tuple[tuple[str, int], ...] = ()
     split: tuple[str, ...] = ()
+
+    @property
+    def was_run(self) -> bool:
+        """Whether there is one."""
+        return bool(self.command)
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""

@@ -28,7 +28,8 @@ class Step:
         notes: What a reader must know about the capture (assumptions, things not seen).
         returned: Numbers of the memory of what its forward pass makes and returns to the caller.
         shards: Of one tensor-parallel rank's step, how sizes are divided; empty for a whole step.
-        program: The program around it, where a whole program was run.
+        program: The program around it, where a whole program was run; of a model, where its step meets the
+            host or is shared by several GPUs.
         made: The user's line that made a module, by its path; of the modules inside it only where it is
             another. Empty where that was not seen.
         libraries: Folders of installed packages that operations' lines are in.

@@ -119,10 +119,12 @@ def _meetings(program: Program) -> Iterator[Meeting]:
 def headline(around: Around) -> list[tuple[str, str]]:
     """The program and its step in a few lines: (label, words)."""
     said = [ranks.headline(around.ranks)] if around.ranks else []
-    if not around.command:  # a model's step that several GPUs share
+    lines = []
+    if around.command:
+        ran = f"{around.command}, stopped after {counted(around.steps, 'step')}"
+        lines = [("Program", ran), ("Step", around.step)]
+    elif not around.meetings:  # a model's step that several GPUs share
         return said
-    ran = f"{around.command}, stopped after {counted(around.steps, 'step')}"
-    lines = [("Program", ran), ("Step", around.step)]
     copies = [each for each in around.meetings if each.kind != WAIT]
     met = f"{counted(around.waits, 'time')} a step"
     if copies:

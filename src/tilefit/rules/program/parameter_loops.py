@@ -76,7 +76,7 @@ class ParameterLoop(Rule):
 
     def check(self, context: Context) -> Proposals:
         step = context.step
-        if step.program is None:
+        if step.program is None or not step.program.was_run:
             return
         for source, loops in _loops(step).items():
             replaced: Edits = {}
