@@ -76,7 +76,7 @@ def main() -> None:
         gpu = priced(GPUS[row["gpu"]])
         amp = row["precision"] == "AMP"
         taken = step(amp, not amp and gpu.supports("tf32"))
-        ratio = estimate_step(taken, gpu).gpu_time_s / BATCH * float(row["median"])
+        ratio = estimate_step(taken, gpu, launch_scale=0.0).time_s / BATCH * float(row["median"])
         found.append(
             {"suite": row["suite"], "gpu": gpu.name, "precision": row["precision"], "ratio": round(ratio, 3)}
         )

@@ -237,7 +237,7 @@ def deepbench_conv(data: Path, show: Callable[[str, dict[str, float]], None]) ->
     for column, (name, dtype) in columns.items():
         gpu = gpus.get(name)
         for label, direction in passes.items():
-            pairs = []
+            found = []
             for row in table:
                 time_ms = row[f"{column}_{label}_ms"]
                 if not time_ms:
@@ -254,8 +254,10 @@ def deepbench_conv(data: Path, show: Callable[[str, dict[str, float]], None]) ->
                     channels_last=dtype == "fp16",
                     direction=direction,
                 )
-                pairs.append((estimate_conv(conv, gpu, constants_of(gpu)).time_s, float(time_ms) * 1e-3))
-            show(f"DeepBench convolution {column} {label}", scores(pairs))
+                found.append((estimate_conv(conv, gpu, constants_of(gpu)), float(time_ms) * 1e-3))
+            pairs = [(each.time_s, time_s) for each, time_s in found]
+            held = inside([(each.low_s, each.high_s, time_s) for each, time_s in found])
+            show(f"DeepBench convolution {column} {label}", scores(pairs) | {"inside": held})
             mixed[column, label] = pairs
     # The factor of each pass before Ampere, from the other of the two GPUs.
     for column, other in (("v100_mixed", "t4_mixed"), ("t4_mixed", "v100_mixed")):
