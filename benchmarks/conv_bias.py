@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/conv_bias.py --out benchmarks/results/conv_bias_h100.jsonl
     PYTHONPATH=src python benchmarks/conv_bias.py --measured benchmarks/results/conv_bias_h100.jsonl
 
-Sizes are drawn at random, and none of them set a constant of the model. Of each the profiler's times of single
+Sizes are drawn at random, none of them set a constant of the model. Of each the profiler's times of single
 kernels count, the shortest of some passes; a batch norm in evaluation follows.
 """
 
