@@ -105,19 +105,13 @@ def gemm_scores(rows: Sequence[Measured], constants: Constants) -> dict[str, flo
     }
 
 
-def priced_scores(rows: Sequence[Measured], factor: float = 1.0) -> dict[str, float]:
-    """By the H200's calibration, which no table was used for, times a factor: its products are single ones,
-    those of the tables follow each other in a graph's replay."""
-    estimates = [(estimate(row.gemm, left_out(row.gpu)), row.time_s / factor - GRAPHED_S) for row in rows]
+def priced_scores(rows: Sequence[Measured]) -> dict[str, float]:
+    """By the H200's calibration, which no table was used for, and what a replayed graph adds to a kernel: its
+    products are single ones, those of the tables follow each other."""
+    estimates = [(estimate(row.gemm, left_out(row.gpu)), row.time_s - GRAPHED_S) for row in rows]
     return scores((each.time_s + GRAPHED_S, time_s + GRAPHED_S) for each, time_s in estimates) | {
         "inside": inside([(each.low_s, each.high_s, time_s) for each, time_s in estimates])
     }
-
-
-def table_over_calibration(rows: Sequence[Measured]) -> float:
-    """How many times as long as the H200's calibration the H200's own table says: most where products take
-    milliseconds, over and over, and where they write much."""
-    return median(row.time_s / (estimate(row.gemm, left_out(row.gpu)).time_s + GRAPHED_S) for row in rows)
 
 
 def _every(rows: Sequence[Measured]) -> Sequence[Measured]:
@@ -164,7 +158,6 @@ def of_kind(fitted: Constants, gpu: Gpu) -> Constants:
 
 def bf16(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
     tables = {name: bf16_table(data, name) for name in BF16}
-    factor = table_over_calibration(_every(tables["h200"]))
     for name, rows in tables.items():
         gpu = gpus.get(name)
         show(f"gemm bf16 {name}: roofline", roofline(rows))
@@ -176,11 +169,6 @@ def bf16(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
             start = prior(tables, older, gpu)
             show(f"gemm bf16 {name}: datasheet, from {' '.join(older)}", gemm_scores(rows, start))
             show(f"gemm bf16 {name}: from the H200's calibration", priced_scores(_every(rows)))
-            if name != "h200":
-                show(
-                    f"gemm bf16 {name}: from the H200's calibration and table",
-                    priced_scores(_every(rows), factor),
-                )
         chosen = set(spread_out(rows, start, CALIBRATION_ROWS))
         fitted = fit([rows[i] for i in sorted(chosen)], start)
         rest = [row for i, row in enumerate(rows) if i not in chosen]
