@@ -32,7 +32,7 @@ Row = tuple[float, float, float]
 
 def own_width_s(estimate: StepEstimate, device: PricedGpu) -> float:
     """Half-width of the interval of a step that the GPU limits, without what all its operations share."""
-    common_s = device.common_spread * estimate.gpu_time_s
+    common_s = device.common_spread * estimate.time_s
     return sqrt(max(0.0, (estimate.high_s - estimate.time_s) ** 2 - common_s**2))
 
 

@@ -29,6 +29,7 @@ from tilefit.cost.constants import constants as constants_of
 from tilefit.cost.conv import estimate_conv
 from tilefit.cost.fitting import RANGES, Measured, fit
 from tilefit.cost.gemm import estimate_gemm
+from tilefit.cost.launch import GRAPHED_S
 from tilefit.cost.priced import left_out
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Attention, Conv2d, Gemm
@@ -104,20 +105,13 @@ def gemm_scores(rows: Sequence[Measured], constants: Constants) -> dict[str, flo
     }
 
 
-def priced_scores(rows: Sequence[Measured], factor: float = 1.0) -> dict[str, float]:
-    """By the H200's calibration, which no table was used for, times a factor."""
-    device = left_out(rows[0].gpu)
-    estimates = [(estimate(row.gemm, device), row.time_s / factor) for row in rows]
-    return scores((each.time_s, time_s) for each, time_s in estimates) | {
+def priced_scores(rows: Sequence[Measured]) -> dict[str, float]:
+    """By the H200's calibration, which no table was used for, and what a replayed graph adds to a kernel: its
+    products are single ones, those of the tables follow each other."""
+    estimates = [(estimate(row.gemm, left_out(row.gpu)), row.time_s - GRAPHED_S) for row in rows]
+    return scores((each.time_s + GRAPHED_S, time_s + GRAPHED_S) for each, time_s in estimates) | {
         "inside": inside([(each.low_s, each.high_s, time_s) for each, time_s in estimates])
     }
-
-
-def table_over_calibration(rows: Sequence[Measured]) -> float:
-    """How many times as long as the H200's calibration the H200's own table says: most where products take
-    milliseconds, over and over, and where they write much."""
-    device = left_out(rows[0].gpu)
-    return median(row.time_s / estimate(row.gemm, device).time_s for row in rows)
 
 
 def _every(rows: Sequence[Measured]) -> Sequence[Measured]:
@@ -164,7 +158,6 @@ def of_kind(fitted: Constants, gpu: Gpu) -> Constants:
 
 def bf16(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
     tables = {name: bf16_table(data, name) for name in BF16}
-    factor = table_over_calibration(_every(tables["h200"]))
     for name, rows in tables.items():
         gpu = gpus.get(name)
         show(f"gemm bf16 {name}: roofline", roofline(rows))
@@ -176,11 +169,6 @@ def bf16(data: Path, show: Callable[[str, dict[str, float]], None]) -> None:
             start = prior(tables, older, gpu)
             show(f"gemm bf16 {name}: datasheet, from {' '.join(older)}", gemm_scores(rows, start))
             show(f"gemm bf16 {name}: from the H200's calibration", priced_scores(_every(rows)))
-            if name != "h200":
-                show(
-                    f"gemm bf16 {name}: from the H200's calibration and table",
-                    priced_scores(_every(rows), factor),
-                )
         chosen = set(spread_out(rows, start, CALIBRATION_ROWS))
         fitted = fit([rows[i] for i in sorted(chosen)], start)
         rest = [row for i, row in enumerate(rows) if i not in chosen]
@@ -237,7 +225,7 @@ def deepbench_conv(data: Path, show: Callable[[str, dict[str, float]], None]) ->
     for column, (name, dtype) in columns.items():
         gpu = gpus.get(name)
         for label, direction in passes.items():
-            pairs = []
+            found = []
             for row in table:
                 time_ms = row[f"{column}_{label}_ms"]
                 if not time_ms:
@@ -254,8 +242,10 @@ def deepbench_conv(data: Path, show: Callable[[str, dict[str, float]], None]) ->
                     channels_last=dtype == "fp16",
                     direction=direction,
                 )
-                pairs.append((estimate_conv(conv, gpu, constants_of(gpu)).time_s, float(time_ms) * 1e-3))
-            show(f"DeepBench convolution {column} {label}", scores(pairs))
+                found.append((estimate_conv(conv, gpu, constants_of(gpu)), float(time_ms) * 1e-3))
+            pairs = [(each.time_s, time_s) for each, time_s in found]
+            held = inside([(each.low_s, each.high_s, time_s) for each, time_s in found])
+            show(f"DeepBench convolution {column} {label}", scores(pairs) | {"inside": held})
             mixed[column, label] = pairs
     # The factor of each pass before Ampere, from the other of the two GPUs.
     for column, other in (("v100_mixed", "t4_mixed"), ("t4_mixed", "v100_mixed")):

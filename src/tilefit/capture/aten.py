@@ -277,6 +277,7 @@ def _conv(
 def _convolution(call: Call, recorder: Recording) -> list[Described]:
     x, weight = call.args[0], call.args[1]
     op = _conv(x, weight, call.outputs[0], call.args[3:9], recorder, FORWARD)
+    op = replace(op, bias=call.args[2] is not None)
     return [(op, "", call.inputs, call.outputs)]
 
 

@@ -8,7 +8,8 @@ from math import gcd, inf, log2, prod
 from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates
-from tilefit.cost.constants import Constants
+from tilefit.cost.constants import GENERAL, Constants
+from tilefit.cost.constants import constants as constants_of
 from tilefit.cost.conv_kernels import PLAIN_ACCESS_BYTES, is_plain_product, kernels
 from tilefit.cost.estimate import MATH, Estimate, from_datasheet
 from tilefit.cost.features import (
@@ -69,6 +70,11 @@ _SPREAD = 0.4
 #: weight gradient is a product for each tap, whose channels fill whole tiles of so many.
 _TAP_TILE = {(7, 0): 64, (7, 5): 128}
 _LARGE_TILES = tuple(tile for tile in TILES if tile.rows * tile.columns >= 128 * 128)
+#: There too, forward kernels of few channels fill 128 columns. Gradients have further kernels: zeros before,
+#: and of weights a sum behind, of what lies in memory in fp32, on Turing also where nothing is split. Filters
+#: of more taps than this (known of 5 x 20 on one channel) get no product for each of them, but CUDA cores.
+_WIDE_TILES = tuple(tile for tile in TILES if tile.columns >= 128)
+_MOST_TAP_PRODUCTS = 64
 #: Grouped convolutions, over the product of all groups: packed ones share a tile (the profile of an H200,
 #: median of the layers of 50 models: 0.5); others in NHWC run group by group (3 to 6 there; of RegNet, NFNet
 #: and ResNeSt 1.5 to 1.8 on an RTX 3090, 2.7 to 2.9 on a 4090, as their steps leave it).
@@ -93,6 +99,10 @@ _FALLEN_SPREAD = 1.45
 #: (``benchmarks/function_times.py``).
 _FROM_A_PIXEL_FLOP_PER_CLOCK_PER_SM = 3.0
 _MEASURED_CHANNELS = 24
+#: Clocks of a multiprocessor for an element of the kernel that adds a bias to what cuDNN left, in any layout:
+#: 0.63 to 0.75 of the layers of five models in bf16 on an H200, and of the same on two H100s, which set
+#: nothing, 0.66 to 0.81 (``benchmarks/results/whole_steps*.json``).
+_BIAS_CLOCKS = 0.7
 
 #: What tells passes apart for the networks.
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
@@ -123,6 +133,7 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
         tensor_cores = not any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
     path = (_on_tensor_cores if tensor_cores else _on_cuda_cores)(op, gpu, constants)
     plan = schedule(path.product, gpu, path.constants, path.kernel, traffic=op)
+    added_s = path.conversion_s + _added_s(op, path.product, plan.split, gpu, constants) * tensor_cores
     floor = floor_s(op, gpu) / (_WINOGRAD_LIMIT if path.winograd else 1.0)
     factor = 1 / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
     if op.direction == BACKWARD_DATA and any(stride > 1 for stride in op.stride):
@@ -133,16 +144,27 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
         if "grouped convolutions" in gpu.lacks and op.channels_last and op.groups < _MANY_GROUPS:
             factor *= _WIDE_GROUPS[op.direction] if min(op.group_channels) >= _WIDE_GROUP else 1.0
     return from_datasheet(
-        max(plan.time_s * factor + path.conversion_s + constants.kernel_s(gpu), floor),
+        max(plan.time_s * factor + added_s + constants.kernel_s(gpu), floor),
         floor,
         _SPREAD,
         math_s=plan.math_s * factor,
-        memory_s=plan.memory_s * factor + path.conversion_s,
+        memory_s=plan.memory_s * factor + added_s,
         kernel_family=path.kernel.family,
         tile=(plan.tile.rows, plan.tile.columns),
         waves=plan.blocks / gpu.sms,
         reason=path.kernel.reason,
     )
+
+
+def _added_s(op: Conv, product: Gemm, split: int, gpu: Gpu, constants: Constants) -> float:
+    """What gradients take before Ampere beside the product: kernels, and sums in memory that are read."""
+    if gpu.compute_capability >= (8, 0) or op.direction == FORWARD:
+        return 0.0
+    if op.direction == BACKWARD_DATA:
+        return constants.kernel_s(gpu)
+    copies = split if split > 1 else 2 * (gpu.compute_capability >= (7, 5))
+    sums = 4 * copies * product.m * product.n
+    return 2 * constants.kernel_s(gpu) + sums / rate_bytes_per_s(sums, gpu, constants)
 
 
 def _large_filter_rate(op: Op, gpu: Gpu) -> float:
@@ -181,6 +203,22 @@ def with_large_filter(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
         bound=MATH,
         kernel_family=SIMT if fallen else estimate.kernel_family,
         reason=f"no {'Tensor Core kernel' if fallen else 'fast weight gradient'} for so large a filter",
+    )
+
+
+def with_bias(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
+    """The estimate of an operation and of the kernel that adds a bias to a convolution's result."""
+    if not isinstance(op, Conv) or not op.bias:
+        return estimate
+    found = constants_of(gpu)
+    written = op.write_bytes
+    math_s = _BIAS_CLOCKS * written / size_bytes(op.dtype) / (gpu.sms * gpu.boost_clock_hz)
+    time_s = max(math_s, 2 * written / rate_bytes_per_s(2 * written, gpu, found)) + found.kernel_s(gpu)
+    return replace(
+        estimate,
+        time_s=estimate.time_s + time_s,
+        low_s=estimate.low_s + time_s,
+        high_s=estimate.high_s + time_s,
     )
 
 
@@ -227,6 +265,11 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     access = elements_per_access(op.dtype)
     channels = op.group_channels
     weight_gradient = op.direction == BACKWARD_WEIGHT
+    older = gpu.compute_capability < (8, 0)
+    few = channels[0] <= access and op.groups == 1
+    if older and few and weight_gradient and prod(op.kernel_size) > _MOST_TAP_PRODUCTS:
+        kernel = on_cuda_cores(gpu, f"{prod(op.kernel_size)} taps: CUDA cores")
+        return _Path(replace(op, in_channels=access).implicit_gemm, kernel, constants)
     whole = _TAP_TILE.get(gpu.compute_capability, access) if weight_gradient and op.groups == 1 else access
     product = replace(
         op,
@@ -259,11 +302,14 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     )
     kernel = Kernel(family, ceiling, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
     constants = replace(constants, small_tile_exponent=0.0)
-    if gpu.compute_capability < (8, 0) and not weight_gradient:
+    if older and not weight_gradient:
         kernel = kernel._replace(splits=(1,), tiles=_LARGE_TILES if op.direction == BACKWARD_DATA else TILES)
-    if channels[0] <= access and op.groups == 1 and whole == access:
+    if few and whole == access:
         rate = _FEW_CHANNELS_WEIGHT_GRADIENT if weight_gradient else _FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM
         kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate)
+        if older and op.direction == FORWARD:
+            rate *= constants.math_efficiency / GENERAL.math_efficiency  # at the clock that is sustained
+            kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate, tiles=_WIDE_TILES)
         constants = replace(constants, prologue_bytes=0.0)
     return _Path(product, kernel, constants, conversion_s)
 

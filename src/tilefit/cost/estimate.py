@@ -152,14 +152,14 @@ class StepEstimate:
         ops: Estimates, aligned with ``Step.ops``.
         time_s: Wall time: the host launching against the GPU executing, and what the program's waits add.
         low_s, high_s: An interval that should hold the truth in 80 % of cases.
-        gpu_time_s: Sum of the operations' GPU times: the time if launches cost nothing.
+        gpu_time_s: Sum of the operations' GPU times.
         host_time_s: Sum of the host's launch times, and of its calls that wait or copy: the time if the GPU
             were infinitely fast.
         flop: Floating-point operations.
         bound_time_s: Wall time by what limits it: ``math``, ``memory``, ``latency`` (GPU times of the
-            operations with that bound), ``launch`` (the GPU waits for the host) and, of a program, ``waits``
-            (its queue is empty because the host waited, or a copy runs) and ``communication`` (of several
-            ranks, what nothing hides). Sums to ``time_s``.
+            operations with that bound; the last also what the GPU idles between kernels), ``launch`` (the
+            GPU waits for the host) and, of a program, ``waits`` (its queue is empty because the host waited,
+            or a copy runs) and ``communication`` (of several ranks, what nothing hides). Sums to ``time_s``.
         streams: Of a program of several streams or ranks, how they run it.
         host_spread: The host's part may be so many times as much, or as little (80 %).
     """

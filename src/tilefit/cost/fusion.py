@@ -548,8 +548,9 @@ def _lowered(step: Step) -> Iterator[StepOp]:
             # A loss lies as its labels do, other gradients as the convolutions want them.
             losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")
             yield from _added(entry, op, strided and not losses, entry.inputs[0].id in roles)
-        elif isinstance(op, Conv) and channels_last and len(op.kernel_size) == _IMAGE:
-            yield replace(entry, op=replace(op, channels_last=True))
+        elif isinstance(op, Conv):  # a bias is added with what follows
+            last = op.channels_last or (channels_last and len(op.kernel_size) == _IMAGE)
+            yield replace(entry, op=replace(op, channels_last=last, bias=False))
         else:
             yield entry
         roles.update((ref.id, op.category) for ref in entry.outputs)

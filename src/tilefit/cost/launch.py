@@ -86,6 +86,11 @@ FSDP_S = 0.85e-3
 #: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
 #: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
 GRAPHED_S = 0.35e-6
+#: The GPU idles between an eager kernel and the next, however far the host is ahead: 1.0 us for each kernel,
+#: 1.3 for each that is counted here, in the median of the nine training steps on an H200 whose host is ahead
+#: (steps back to back less the sum of their kernels, ``benchmarks/results/whole_steps.json``). Of 19 steps on
+#: the third H100, which set nothing, the measured sum is 3.6 % short in the median, with this 1.2 %.
+IDLE_S = 1.3e-6
 
 #: ``(op, phase, gpu, settings) -> (kernels, host time or None for what a call takes)`` of kinds that differ.
 launches = ByKind(lambda op, *_: (op.kernels, None))

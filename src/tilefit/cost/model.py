@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tilefit.cost.analytic import analytic
 from tilefit.cost.constants import Constants
-from tilefit.cost.conv import with_large_filter
+from tilefit.cost.conv import with_bias, with_large_filter
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.rows import with_rows
@@ -46,7 +46,7 @@ def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
     new = list(dict.fromkeys(op for op, _ in keys if (op, device) not in _KNOWN))
     for op, found in zip(new, by_stages([traffic(op) for op in new], device), strict=True):
         found = with_rows(op, with_work(op, found, device), device)
-        _KNOWN[op, device] = with_large_filter(op, found, device)
+        _KNOWN[op, device] = with_bias(op, with_large_filter(op, found, device), device)
     return [_KNOWN[key] for key in keys]
 
 

@@ -14,11 +14,12 @@ from functools import lru_cache
 from math import hypot
 from typing import NamedTuple
 
-from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS, Estimate, StepEstimate, Streams
+from tilefit.cost.estimate import BOUNDS, EXPOSED, LATENCY, LAUNCH, WAITS, Estimate, StepEstimate, Streams
 from tilefit.cost.launch import (
     DTENSOR_S,
     FSDP_S,
     GRAPHED_S,
+    IDLE_S,
     PROGRAM_HOST,
     around_s,
     begin_s,
@@ -71,6 +72,8 @@ def estimate_step(
         path = (predicted.kernel_family, predicted.bound)
         widths[path] = widths.get(path, 0.0) + (predicted.high_s - predicted.low_s) / 2
     unpaced_s = max(found.gpu_s, found.host_s)
+    gpu_s = sum(bound_s.values())
+    bound_s[LATENCY] += found.gpu_s - gpu_s  # between kernels
     bound_s[LAUNCH] = unpaced_s - found.gpu_s
     exchanged_s = 0.0
     if step.program is not None:
@@ -91,7 +94,7 @@ def estimate_step(
         time_s=found.time_s,
         low_s=max(found.time_s - hypot(less_s, exchanged_s), 0.0),
         high_s=found.time_s + hypot(more_s, exchanged_s),
-        gpu_time_s=found.gpu_s,
+        gpu_time_s=gpu_s,
         host_time_s=found.host_s,
         flop=step.flop,
         bound_time_s=bound_s,
@@ -101,7 +104,8 @@ def estimate_step(
 
 
 class _Paced(NamedTuple):
-    """A step's time, that of the stream that computes, the host's, and how its streams run it."""
+    """A step's time, that of the stream that computes, idle between its kernels too, the host's, and how its
+    streams run it."""
 
     time_s: float
     gpu_s: float
@@ -113,12 +117,13 @@ class _Timer:
     """Host against GPU, with operations of these times."""
 
     def __init__(self, step: Step, device: PricedGpu, times_s: Sequence[float], python_s: float) -> None:
-        self.step, self.device, self.times_s = step, device, times_s
+        self.step, self.device = step, device
         self.own_s = own_work_s(step.program)
-        self.launches_s = [*_launches_s(step, device)]
+        launches = [*_launches(step, device)]
+        self.times_s = _with_idle(times_s, launches)
         # It goes with the launches, wherever the host waits.
-        slower = 1.0 + python_s / (sum(self.launches_s) or 1.0)
-        self.launches_s = [slower * each for each in self.launches_s]
+        slower = 1.0 + python_s / (sum(each.host_s for each in launches) or 1.0)
+        self.launches_s = [slower * each.host_s for each in launches]
 
     def __call__(self, scale: float, gpu_scale: float = 1.0) -> _Paced:
         """With a host, and a GPU, that takes so many times as long as stated."""
@@ -170,11 +175,24 @@ def _captured(same: _Same, device: PricedGpu) -> Timed:
     step = same.step
     assert step.program is not None
     times_s = [each.time_s for each in estimate_all((entry.op for entry in step.ops), device)]
-    return Timed(step.program, list(_launches_s(step, device)), times_s)
+    launches = [*_launches(step, device)]
+    return Timed(step.program, [each.host_s for each in launches], _with_idle(times_s, launches))
 
 
-def _launches_s(step: Step, device: PricedGpu) -> Iterator[float]:
-    """Of each operation, what the stated host takes to launch it."""
+class _Launched(NamedTuple):
+    """What the stated host takes to launch an operation, and how long the GPU idles between its kernels and
+    before the next."""
+
+    host_s: float
+    idle_s: float
+
+
+def _with_idle(times_s: Sequence[float], launches: Sequence[_Launched]) -> list[float]:
+    return [time_s + each.idle_s for time_s, each in zip(times_s, launches, strict=True)]
+
+
+def _launches(step: Step, device: PricedGpu) -> Iterator[_Launched]:
+    """Of each operation."""
     begun: set[str] = set()
     wrappers_s = _of_wrappers(step)
     for index, (entry, around) in enumerate(zip(step.ops, around_s(step), strict=True)):
@@ -183,8 +201,9 @@ def _launches_s(step: Step, device: PricedGpu) -> Iterator[float]:
         begun.add(part)
         # The loss and the optimizer are outside of the graphs.
         replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
-        launch_s = GRAPHED_S if replayed else launch(entry.op, entry.phase, device, step.settings).host_s
-        yield around + first_s + launch_s + wrappers_s[index]
+        kernels, launch_s = launch(entry.op, entry.phase, device, step.settings)
+        launch_s, idle_s = (GRAPHED_S, GRAPHED_S) if replayed else (launch_s, IDLE_S * kernels)
+        yield _Launched(around + first_s + launch_s + wrappers_s[index], idle_s)
 
 
 def _of_wrappers(step: Step) -> dict[int, float]:

@@ -31,6 +31,7 @@ class Conv(Op):
         dtype: Element type of the operands (``"tf32"``: fp32 storage).
         channels_last: NHWC in memory rather than NCHW.
         direction: ``forward``, ``backward-data`` or ``backward-weight``.
+        bias: A kernel of PyTorch's adds a bias to the result.
     """
 
     kind: ClassVar[str] = "conv"
@@ -48,6 +49,7 @@ class Conv(Op):
     dtype: str = "bf16"
     channels_last: bool = False
     direction: str = FORWARD
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if self.in_channels % self.groups or self.out_channels % self.groups:
@@ -164,6 +166,7 @@ def Conv2d(  # noqa: N802 - the name of the layer it describes
     dtype: str = "bf16",
     channels_last: bool = False,
     direction: str = FORWARD,
+    bias: bool = False,
 ) -> Conv:
     """A two-dimensional :class:`Conv`; a single number stands for both dimensions."""
 
@@ -183,4 +186,5 @@ def Conv2d(  # noqa: N802 - the name of the layer it describes
         dtype=dtype,
         channels_last=channels_last,
         direction=direction,
+        bias=bias,
     )

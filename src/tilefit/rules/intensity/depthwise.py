@@ -140,16 +140,19 @@ def _block(flow: Flow, index: int) -> _Block | None:
     merged = _merged(expand, depthwise)
     replaced: Edits = dict.fromkeys((index, *between), ())
     replaced[first] = (replace(step.ops[first], op=merged),)
+    parts = depthwise, expand, merged
     module, outer = step.ops[index].site.module, step.ops[first].site.module
     for i, entry in enumerate(step.ops):
         if not isinstance(entry.op, Conv) or entry.phase not in (BACKWARD_DATA, BACKWARD_WEIGHT):
             continue
-        if entry.site.module == module and entry.op == replace(depthwise, direction=entry.op.direction):
+        direction = entry.op.direction
+        own, before, after = (replace(op, direction=direction, bias=False) for op in parts)
+        if entry.site.module == module and entry.op == own:
             replaced[i] = ()
             if entry.phase == BACKWARD_DATA:
                 replaced.update((j, ()) for j in _gradients_after(flow, i))
-        elif entry.site.module == outer and entry.op == replace(expand, direction=entry.op.direction):
-            replaced[i] = (replace(entry, op=replace(merged, direction=entry.op.direction)),)
+        elif entry.site.module == outer and entry.op == before:
+            replaced[i] = (replace(entry, op=after),)
     return _Block(index, expand, depthwise, replaced)
 
 

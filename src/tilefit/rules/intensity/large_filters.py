@@ -52,14 +52,14 @@ class LargeFilters(Rule):
     def check(self, context: Context) -> Proposals:
         ops = context.step.ops
         fallen = {
-            replace(op, direction=FORWARD)
+            replace(op, direction=FORWARD, bias=False)
             for entry in ops
             if isinstance(op := entry.op, Conv) and falls(op, context.gpu)
         }
         rows = {
             index: _rows(entry, op)
             for index, entry in enumerate(ops)
-            if isinstance(op := entry.op, Conv) and replace(op, direction=FORWARD) in fallen
+            if isinstance(op := entry.op, Conv) and replace(op, direction=FORWARD, bias=False) in fallen
         }
         if not rows:
             return
@@ -82,7 +82,7 @@ class LargeFilters(Rule):
 def _rows(entry: StepOp, op: Conv) -> tuple[StepOp, ...]:
     """A pass as a sum over the rows of the filter: each copies its rows of the image and adds its result; a
     data gradient is added to that of the padded image, which is cleared and cut."""
-    part = replace(op, kernel_size=(1, op.kernel_size[1]), padding=(0, op.padding[1]))
+    part = replace(op, kernel_size=(1, op.kernel_size[1]), padding=(0, op.padding[1]), bias=False)
     part = replace(part, input_size=(op.output_size[0], op.input_size[1]))
     size = size_bytes(op.dtype)
     image = op.input_elements * size
