@@ -48,6 +48,14 @@ def line_of(text: str, part: str) -> int:
     return next(number for number, line in enumerate(text.splitlines(), 1) if part in line)
 
 
+def end_of(text: str, part: str) -> str:
+    """Line and column of where a call that begins so ends; empty where there is none."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if part in line:
+            return f"{number}:{line.index(')', line.index(part)) + 1}"
+    return ""
+
+
 def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple[str, str]:
     """The level of what answers a finding at the line that contains ``at``, and the changed text."""
     path = folder / "train.py"
@@ -65,7 +73,7 @@ def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple
         ),
         loaders=(Loader(f"{path}:{line_of(text, 'DataLoader(data')}", 64, 0, False),),
         optimizers=(f"{path}:{line_of(text, 'torch.optim')}",) if trains else (),
-        model=f"{path}:{line_of(text, '= model(')}",
+        models=tuple(f"{path}:{end}" for call in ("model(", "teacher(") if (end := end_of(text, call))),
     )
     context: Any = SimpleNamespace(
         step=SimpleNamespace(program=program, parameters={}, ops=()), gpu=gpus.get("h200")
@@ -136,6 +144,23 @@ def test_where_nothing_is_trained_the_model_is_compiled_where_it_is_made(tmp_pat
     made = "    model = model.to(device)\n"
     level, text = written(tmp_path, "NTC001", _EVALUATE, "guess =")
     assert (level, text) == ("safe", _EVALUATE.replace(made, f"{made}    model.compile()\n"))
+
+
+def test_a_model_that_nobody_trains_is_compiled_as_well(tmp_path: Path) -> None:
+    both = _TRAIN.replace("optimizer = torch", "teacher = build().to(device)\noptimizer = torch")
+    both = both.replace("    loss = model(x, y)", "    target = teacher(x)\n    loss = model(x, target)")
+    level, text = written(tmp_path, "NTC001", both, "torch.optim")
+    made = "teacher = build().to(device)\n"
+    expected = both.replace(made, f"{made}teacher.compile()\n")
+    assert (level, text) == ("safe", expected.replace("\n)\n", "\n)\nmodel.compile()\n"))
+
+
+def test_of_two_models_on_a_line_the_calls_are_told_apart(tmp_path: Path) -> None:
+    both = _EVALUATE.replace("guess = model(x)", "guess = criterion(model(x))")
+    both = both.replace("    total = 0\n", "    criterion = torch.nn.Softmax(-1)\n    total = 0\n")
+    _, text = written(tmp_path, "NTC001", both, "guess =")
+    made = "    model = model.to(device)\n"
+    assert text == both.replace(made, f"{made}    model.compile()\n")
 
 
 @pytest.mark.parametrize(

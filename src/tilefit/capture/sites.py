@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,17 @@ _FOREIGN = (
 
 #: Where a module keeps the line that made it.
 _MADE = "_tilefit_made"
+
+
+def call_end(code: CodeType, instruction: int) -> tuple[int, int] | None:
+    """Line, and column in bytes of UTF-8, just behind a call's closing parenthesis; None if not known.
+
+    Args:
+        code: What the call is in.
+        instruction: Index of the call's instruction there.
+    """
+    _, line, _, column = next(islice(code.co_positions(), instruction // 2, None))
+    return None if line is None or column is None else (line, column)
 
 
 @contextmanager
@@ -224,13 +236,22 @@ class SiteTracker:
 
     def source_line(self) -> str:
         """``file:line`` of the innermost frame that is neither PyTorch's nor ours; empty if there is none."""
-        frame: FrameType | None = sys._getframe(1)
+        path, frame = self._users(sys._getframe(1))
+        return f"{path}:{frame.f_lineno}" if frame else ""
+
+    def source_call(self) -> str:
+        """``file:line:column`` of where the call that goes on in that frame ends (:func:`call_end`); without
+        what is not known."""
+        path, frame = self._users(sys._getframe(1))
+        end = call_end(frame.f_code, frame.f_lasti) if frame else None
+        return f"{path}:{end[0]}:{end[1]}" if end else ""
+
+    def _users(self, frame: FrameType | None) -> tuple[str, FrameType | None]:
         while frame is not None and frame.f_code.co_filename != _DRIVER:
-            path = self._user_path(frame.f_code)
-            if path:
-                return f"{path}:{frame.f_lineno}"
+            if path := self._user_path(frame.f_code):
+                return path, frame
             frame = frame.f_back
-        return ""
+        return "", None
 
     def _user_path(self, code: CodeType) -> str:
         path = self._user_code.get(code)

@@ -91,5 +91,6 @@ def _reason(
             return f"{fix.name} does it, and is {fix.level}: --level {fix.level}"
         if plan is None:
             return f"{fix.name} does it at run time, to a model: tilefit.optimize"
-        return f"{fix.name} does not reach it, or saves too little on top of the rest"
+        beside = " beside the other fixes" if plan.fixes else ""
+        return f"{fix.name} does not reach it, or saves too little{beside}"
     return "no fix does it"

@@ -182,7 +182,8 @@ class Program:
         habits: Ways of writing it that cost time.
         fake: Data that were made up, such as ``torchvision.datasets.MNIST: 60000 random images``.
         optimizers: Lines that made those that stepped.
-        model: The line that called the model first.
+        models: Where the first calls of models are written, ``file:line:column`` of their ends: of the one
+            that the step is of, then of those whose parameters no optimizer of the step has.
         exchanges: Collectives of the step, in order.
         order: What the streams are told, in order.
         ranks: Processes of the program, of which this is one.
@@ -202,7 +203,7 @@ class Program:
     habits: tuple[Habit, ...] = ()
     fake: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
-    model: str = ""
+    models: tuple[str, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     order: tuple[Ordered, ...] = ()
     ranks: int = 1

@@ -38,7 +38,7 @@ class _Call:
         module: Of which model.
         chunk: The micro-batch of a pipeline's stage.
         version: Of the model's parameters.
-        line: Of the program's, that called it.
+        place: Where it is written in the program (:meth:`~tilefit.capture.sites.SiteTracker.source_call`).
         inputs: By name.
     """
 
@@ -46,7 +46,7 @@ class _Call:
     module: int
     chunk: int | None
     version: int
-    line: str
+    place: str
     inputs: Any
 
 
@@ -62,6 +62,8 @@ class Window:
         #: The first call of all, and the one that is trained on.
         self._first: _Call | None = None
         self._call: _Call | None = None
+        #: The models of the step, each with its first call.
+        self._models: dict[int, tuple[nn.Module, str]] = {}
         #: The micro-batch that a stage of a pipeline goes forward with.
         self._chunk: int | None = None
         #: Whether a gradient reached what that call returned.
@@ -95,12 +97,13 @@ class Window:
             window._called[type(_unwrapped(self)).__name__] += 1
             trains = self.training and torch.is_grad_enabled()
             inputs = None if window._is_trained else _named(self, args, kwargs)
-            number, line = next(window._numbers), sites.source_line()
-            made = _Call(number, id(self), window._chunk, version(self), line, inputs)
+            number, place = next(window._numbers), sites.source_call()
+            made = _Call(number, id(self), window._chunk, version(self), place, inputs)
             out = call(self, *args, **kwargs)
             if trains:
                 _when_trained(out, partial(window._trained, made))
             window._first = window._first or made
+            window._models.setdefault(id(self), (self, place))
             if trains:
                 window._call = window._call or made
             return out
@@ -125,6 +128,7 @@ class Window:
         self._passes.clear()
         self._placed.clear()
         self._called.clear()
+        self._models.clear()
         stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if stages is not None:
             self._follow(stages._PipelineStageBase)
@@ -197,7 +201,7 @@ class Window:
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
-            model=call.line if call else "",
+            models=self._places(call, stepped),
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
             host_work=tuple((+modes.meetings.host_work).items()),
@@ -207,6 +211,17 @@ class Window:
             split=tuple(dict.fromkeys(split_modules(modes.sites.roots))),
         )
         return replace(step, program=program, batch=batch * passes)
+
+    def _places(self, call: _Call | None, stepped: list[torch.optim.Optimizer]) -> tuple[str, ...]:
+        """Where a call is written, and those of the other models that no optimizer steps."""
+        own = {id(p) for optimizer in stepped for group in optimizer.param_groups for p in group["params"]}
+        others = [
+            place
+            for number, (model, place) in self._models.items()
+            if (ids := {*map(id, model.parameters())}) and own.isdisjoint(ids)
+            if call is not None and number != call.module
+        ]
+        return tuple(dict.fromkeys(filter(None, (call.place if call else "", *others))))
 
 
 def _when_trained(out: Any, told: Callable[[], None]) -> None:

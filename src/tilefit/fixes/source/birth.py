@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from tilefit.capture.overlay import is_installed
+from tilefit.capture.sites import call_end
 from tilefit.fixes.source.values import Place, written_in
 
 
@@ -46,9 +46,8 @@ class Caller:
 
     @property
     def end(self) -> tuple[int, int] | None:
-        """Line, and column in UTF-8 bytes, just behind the call's closing parenthesis; None if not known."""
-        _, line, _, column = next(islice(self.code.co_positions(), self.instruction // 2, None))
-        return None if line is None or column is None else (line, column)
+        """Where the call ends, as :func:`~tilefit.capture.sites.call_end` says."""
+        return call_end(self.code, self.instruction)
 
 
 #: Who called whom, innermost first, up to the one that loads and runs the program.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import libcst as cst
 
@@ -39,7 +40,8 @@ def files_of(step: Step, main: Path) -> Files:
     sources = chain(
         (entry.site.source for entry in step.ops),
         (event.site.source for event in program.events),
-        (*program.optimizers, program.model, *(loader.source for loader in program.loaders)),
+        (*program.optimizers, *(loader.source for loader in program.loaders)),
+        (call.rpartition(":")[0] for call in program.models),
     )
     return Files(main, [Path(name) for name in dict.fromkeys(s.rpartition(":")[0] for s in sources) if name])
 
@@ -91,16 +93,22 @@ def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
 
 
 def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> Change:
-    """Statements ``model.method`` beside those that make the optimizers, of each model that is asked for its
-    parameters there; where there is none, behind the one that makes the model that is called."""
+    """Statements ``model.method``: beside those that make the optimizers of each model that is asked for its
+    parameters there, and behind those that make the models that no optimizer steps."""
     edits: list[tuple[Syntax, Edit]] = []
     done: dict[tuple[Syntax, str], int] = {}
-    places = _beside_optimizers if _program(context.step).optimizers else _where_made
-    for syntax, statement, models in places(context, files):
+    places = [*_beside_optimizers(context, files, behind)]
+    note = ""
+    for call in _program(context.step).models[bool(places) :]:
+        try:
+            places.append(_where_made(call, files))
+        except RefusedError as refused:
+            if not places:
+                raise
+            note = f"{refused.what}, and it is left as it is"
+    for syntax, statement, models, after in places:
         torch, imports = torch_name(syntax) if "torch." in method else ("torch", [])
         first = syntax.line(statement)
-        # Behind a return nothing runs.
-        after = (behind or places is _where_made) and not any(syntax.all(cst.Return, statement))
         place = syntax.line_end(statement) if after else syntax.file.line_starts[first - 1]
         newline, indentation = syntax.file.newline_after(place), syntax.indentation(first)
         new = [name for name in models if (syntax, name) not in done]
@@ -111,14 +119,19 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
         ]
         done |= dict.fromkeys(((syntax, name) for name in new), syntax.file.line_of(place) + after)
     summary = ", ".join(f"{name}.{method}" for _, name in done)
-    return Change.of(edits, next(iter(done.values())), summary, level=SAFE)
+    return Change.of(edits, next(iter(done.values())), summary, note, SAFE)
 
 
-#: A statement, and the models that are known there.
-_Place = tuple[Syntax, cst.SimpleStatementLine, list[str]]
+class _Place(NamedTuple):
+    """A statement, the models that are known there, and whether it is to be done behind the statement."""
+
+    syntax: Syntax
+    statement: cst.SimpleStatementLine
+    models: list[str]
+    after: bool
 
 
-def _beside_optimizers(context: Context, files: Files) -> Iterator[_Place]:
+def _beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[_Place]:
     for syntax, call in _optimizers(context, files):
         files.require_own(syntax)
         statement = syntax.around(call, cst.SimpleStatementLine)
@@ -130,22 +143,21 @@ def _beside_optimizers(context: Context, files: Files) -> Iterator[_Place]:
             raise RefusedError(
                 "it is not clear what the model is called: no optimizer gets model.parameters()"
             )
-        yield syntax, statement, [*models]
+        # Behind a return nothing runs.
+        yield _Place(syntax, statement, [*models], behind and not any(syntax.all(cst.Return, statement)))
 
 
-def _where_made(context: Context, files: Files) -> Iterator[_Place]:
-    """The last statement that names the model, where every call of it comes by."""
-    syntax, line = _at(_program(context.step).model, files)
-    calls = [call for call in _calls(syntax, line) if isinstance(call.func, cst.Name)]
-    for call in calls:
-        assert isinstance(call.func, cst.Name)
+def _where_made(source: str, files: Files) -> _Place:
+    """The last statement that names a model, where every call of it comes by."""
+    syntax, call = _call(source, files)
+    if isinstance(call.func, cst.Name):
         name = call.func.value
         assigned = [each.node for each in syntax.assignments(name, syntax.scope(call))]
         made = [syntax.around(node, cst.SimpleStatementLine) for node in sorted(assigned, key=syntax.start)]
         if made and made[-1] is not None and _comes_by(syntax, made[-1], call):
-            yield syntax, made[-1], [name]
-            return
-    raise RefusedError(f"the model that is called in line {line} of {syntax.file.name} is not made there")
+            return _Place(syntax, made[-1], [name], True)
+    where = f"line {syntax.line(call)} of {syntax.file.name}"
+    raise RefusedError(f"the model that is called in {where} is not made there")
 
 
 def _comes_by(syntax: Syntax, statement: cst.CSTNode, call: cst.CSTNode) -> bool:
@@ -168,11 +180,7 @@ def _asked(syntax: Syntax, call: cst.Call) -> str:
 
 
 def _autocast(finding: Finding, context: Context, files: Files) -> Change:
-    syntax, line = _at(_program(context.step).model, files)
-    calls = _calls(syntax, line)
-    if not calls:
-        raise RefusedError(f"the model's call is not found in line {line} of {syntax.file.name}")
-    return autocast_around(context, files, syntax, calls[0])
+    return autocast_around(context, files, *_call(next(iter(_program(context.step).models), ""), files))
 
 
 # ---- the loop ----------------------------------------------------------------------------------
@@ -324,6 +332,20 @@ def _at(source: str, files: Files) -> tuple[Syntax, int]:
     syntax = files.syntax(name)
     files.require_own(syntax)
     return syntax, int(line)
+
+
+def _call(source: str, files: Files) -> tuple[Syntax, cst.Call]:
+    """The file and the call that ends at ``train.py:41:17``.
+
+    Raises:
+        RefusedError: it is not the user's to change, or not there.
+    """
+    source, _, column = source.rpartition(":")
+    syntax, line = _at(source, files)
+    call = syntax.call_ending(line, int(column))
+    if call is None:
+        raise RefusedError(f"the model's call is not found in line {line} of {syntax.file.name}")
+    return syntax, call
 
 
 def _lies_in(syntax: Syntax, line: int, node: cst.CSTNode) -> bool:
