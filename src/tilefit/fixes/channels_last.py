@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from tilefit.fixes.behaviour import behaviours, is_replaced
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.layers import ContiguousOutside, Fitted
+from tilefit.fixes.layers import ContiguousOutside, Fitted, Wide
 from tilefit.fixes.modules import submodule
 from tilefit.fixes.padding import REGION_S
 from tilefit.fixes.run import Run
@@ -32,8 +32,8 @@ class InChannelsLast(ChangeSet):
         region = ContiguousOutside()
         edits.behave(run.model, region)
         for module in modules:
-            old = next((each for each in behaviours(module) if isinstance(each, Fitted)), None)
-            edits.behave(module, replace(old or Fitted(), nhwc=region), old)
+            old = Wide.of(module)
+            edits.behave(module, replace(old if isinstance(old, Fitted) else Fitted(), nhwc=region), old)
 
 
 def _require_convolution(path: str, module: nn.Module) -> None:

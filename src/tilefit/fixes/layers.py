@@ -8,7 +8,7 @@ nowhere else: by itself every module takes and gives the channels it always had.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,27 +74,50 @@ def _is_handed_on(space: dict[Any, Any] | None, channels: int, wide: Channels | 
 
 
 @dataclass(frozen=True)
-class Fitted(Behaviour):
-    """A linear layer or convolution that fits what it multiplies to the GPU; its parameters keep their sizes.
+class Wide(Behaviour):
+    """What a module has to do with padded channels.
 
     Attributes:
-        wide_in, wide_out: How channels lie in what it multiplies and in the product; None if they are not
-            padded. A depthwise convolution has both or none, and pads no image itself.
+        wide_in, wide_out: How channels lie in what it reads and in what it makes of it; None if they are not
+            padded.
         takes: The region in which it may be given padded channels; else it pads what it reads itself.
-        gives: The region in which it may hand on padded channels; else it crops what it writes.
-        nhwc: The region in which images are laid out in NHWC.
+        gives: The region in which it may hand on padded channels; else it crops what it makes.
+        dims: Spatial dimensions behind the channels.
         least_rows: With fewer rows than this (the input's sizes but for the channels, multiplied) padding
-            costs more than it saves, and the layer runs as it always did.
+            costs more than it saves, and the module runs as it always did.
     """
-
-    is_innermost = True
 
     wide_in: Channels | None = None
     wide_out: Channels | None = None
     takes: Region | None = None
     gives: Region | None = None
-    nhwc: Region | None = None
+    dims: int = 0
     least_rows: int = 0
+
+    @staticmethod
+    def of(module: nn.Module) -> Wide | None:
+        """What a module does with them, if it does anything."""
+        return next((each for each in behaviours(module) if isinstance(each, Wide)), None)
+
+    def is_given(self, channels: int) -> bool:
+        """Whether so many channels are what a part of the same region has padded."""
+        space = None if self.takes is None else self.takes.space()
+        return _is_handed_on(space, channels, self.wide_in)
+
+
+@dataclass(frozen=True)
+class Fitted(Wide):
+    """A linear layer or convolution that fits what it multiplies to the GPU; its parameters keep their sizes.
+
+    A depthwise convolution pads no image itself: both that it reads and that it writes are padded, or none.
+
+    Attributes:
+        nhwc: The region in which images are laid out in NHWC.
+    """
+
+    is_innermost = True
+
+    nhwc: Region | None = None
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As the layer it is; what it reads and writes may be padded in a region."""
@@ -231,49 +254,40 @@ def _product(
     return y  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class WideNorm(Behaviour):
-    """Batch normalisation that leaves padded channels zero.
-
-    Attributes:
-        wide: How the channels lie in a padded image.
-        crops: Its output is cropped.
-        inside: The region in which images are padded.
-    """
+class WideNorm(Wide):
+    """Batch normalisation that leaves padded channels zero."""
 
     is_innermost = True
-
-    wide: Channels
-    crops: bool
-    inside: Region
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> Any:
         """[batch, channels, ...] to the same, running statistics updated."""
         assert isinstance(module, _BatchNorm)
-        if input.dim() < 2 or not _is_handed_on(self.inside.space(), input.shape[1], self.wide):
+        if input.dim() < 2 or not self.is_given(input.shape[1]):
             return forward(input)
+        assert self.wide_in is not None
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
         tracked = not module.training or module.track_running_stats
         running = (module.running_mean, module.running_var) if tracked else (None, None)
-        mean, variance, weight, bias = self._widened(*running, module.weight, module.bias)
+        mean, variance, weight, bias = _spread(self.wide_in, *running, module.weight, module.bias)
         of_batch = module.training or module.running_mean is None
         y = F.batch_norm(input, mean, variance, weight, bias, of_batch, _factor(module), module.eps)
         if module.training:
             kept = [vector for vector in running if vector is not None]
-            new = [narrowed(vector, 0, self.wide) for vector in (mean, variance) if vector is not None]
+            new = [narrowed(vector, 0, self.wide_in) for vector in (mean, variance) if vector is not None]
             if kept:
                 with torch.no_grad():
                     torch._foreach_copy_(kept, new)
-        return crop(y, 1, self.wide) if self.crops else y
+        return crop(y, 1, self.wide_in) if self.gives is None else y
 
-    def _widened(self, *vectors: torch.Tensor | None) -> list[torch.Tensor | None]:
-        first = next((vector for vector in vectors if vector is not None), None)
-        if first is None:
-            return list(vectors)
-        sizes = [wide - real for real, wide in self.wide]
-        zeros = first.new_zeros(max(sizes))
-        gaps = [zeros[:size] for size in sizes] if len(sizes) > 1 else [zeros]
-        return [None if vector is None else spread(vector, self.wide, gaps) for vector in vectors]
+
+def _spread(wide: Channels, *vectors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    first = next((vector for vector in vectors if vector is not None), None)
+    if first is None:
+        return list(vectors)
+    sizes = [padded - real for real, padded in wide]
+    zeros = first.new_zeros(max(sizes))
+    gaps = [zeros[:size] for size in sizes] if len(sizes) > 1 else [zeros]
+    return [None if vector is None else spread(vector, wide, gaps) for vector in vectors]
 
 
 def _factor(module: _BatchNorm) -> float:
@@ -285,24 +299,15 @@ def _factor(module: _BatchNorm) -> float:
     return module.momentum or 0.0
 
 
-@dataclass(frozen=True)
-class Cropped(Behaviour):
-    """A module whose image is handed on without the padding it is given.
-
-    Attributes:
-        channels: How the channels lie in a padded image of ``dims`` spatial dimensions.
-        inside: The region in which images are padded.
-    """
-
-    channels: Channels
-    dims: int
-    inside: Region
+class Cropped(Wide):
+    """A module whose image is handed on without the padding it is given."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        y, space = forward(*args, **kwargs), self.inside.space()
+        y = forward(*args, **kwargs)
         axis = y.dim() - self.dims - 1 if isinstance(y, torch.Tensor) else -1
-        is_wide = axis >= 0 and _is_handed_on(space, y.shape[axis], self.channels)
-        return crop(y, axis, self.channels) if is_wide else y
+        if axis < 0 or self.wide_in is None or not self.is_given(y.shape[axis]):
+            return y
+        return crop(y, axis, self.wide_in)
 
 
 # ---- the change --------------------------------------------------------------------------------
@@ -310,16 +315,11 @@ class Cropped(Behaviour):
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What a module has to do with padded channels.
+    """What a module has to do with padded channels, as in :class:`Wide`.
 
     Attributes:
         path: Of the module.
-        dims: Spatial dimensions behind the channels.
-        wide_in, wide_out: How the channels lie in what it reads and in what it makes of it; None where they
-            are not padded.
-        takes, gives: The path of the module within which it is given padded channels, and hands them on;
-            None where it pads what it reads by itself, and crops what it makes.
-        least_rows: As in :class:`Fitted`.
+        takes, gives: The paths of the modules whose regions these are.
     """
 
     path: str
@@ -332,16 +332,12 @@ class Padding:
 
     def is_made(self, module: nn.Module) -> bool:
         """Whether a module does that already, in whatever region."""
-        crops, is_given = self.gives is None, self.takes is not None
-        for each in behaviours(module):
-            if isinstance(each, Fitted):
-                done = each.wide_in, each.wide_out, each.gives is None, each.takes is not None
-                return done == (self.wide_in, self.wide_out, crops, is_given)
-            if isinstance(each, WideNorm):
-                return (each.wide, each.crops) == (self.wide_in, crops)
-            if isinstance(each, Cropped):
-                return each.channels == self.wide_in
-        return False
+        made = Wide.of(module)
+        return made is not None and _ways(made) == _ways(self)
+
+
+def _ways(how: Wide | Padding) -> Any:
+    return how.wide_in, how.wide_out, how.takes is None, how.gives is None
 
 
 @dataclass(frozen=True)
@@ -374,21 +370,18 @@ class Padded(ChangeSet):
         regions = regions_of(run.model, (path for path in paths if path is not None), edits)
         for padding, module in zip(self.paddings, modules, strict=True):
             takes, gives = (None if at is None else regions[at] for at in (padding.takes, padding.gives))
-            old = next((e for e in behaviours(module) if isinstance(e, Fitted | WideNorm | Cropped)), None)
-            edits.behave(module, _behaviour(padding, module, old, takes, gives), old)
-
-
-def _behaviour(
-    padding: Padding, module: nn.Module, old: Behaviour | None, takes: Region | None, gives: Region | None
-) -> Behaviour:
-    if isinstance(module, nn.Linear | _ConvNd):
-        nhwc = old.nhwc if isinstance(old, Fitted) else None
-        return Fitted(padding.wide_in, padding.wide_out, takes, gives, nhwc, padding.least_rows)
-    assert padding.wide_in is not None
-    assert takes is not None
-    if isinstance(module, _BatchNorm):
-        return WideNorm(padding.wide_in, gives is None, takes)
-    return Cropped(padding.wide_in, padding.dims, takes)
+            of_layer = Fitted if isinstance(module, Layer) else Cropped
+            old, kind = Wide.of(module), WideNorm if isinstance(module, _BatchNorm) else of_layer
+            made = replace(
+                old or kind(),
+                wide_in=padding.wide_in,
+                wide_out=padding.wide_out,
+                takes=takes,
+                gives=gives,
+                dims=padding.dims,
+                least_rows=padding.least_rows,
+            )
+            edits.behave(module, made, old)
 
 
 # ---- images in NHWC ----------------------------------------------------------------------------

@@ -37,11 +37,9 @@ from tilefit.fixes.interior import has_hooks, traced
 from tilefit.fixes.layers import (
     CONVOLUTIONS,
     NORMS,
-    Cropped,
-    Fitted,
     Layer,
     Padding,
-    WideNorm,
+    Wide,
     channels_of,
     dims_of,
 )
@@ -182,7 +180,7 @@ def _kind(module: nn.Module) -> str:
 
 def _is_ours(module: nn.Module) -> bool:
     """Whether a module does what its class says, untouched or changed by the fixes of layers."""
-    known = all(isinstance(each, Fitted | WideNorm | Cropped) for each in behaviours(module))
+    known = all(isinstance(each, Wide) for each in behaviours(module))
     return known and not is_replaced(module)
 
 
