@@ -1,7 +1,7 @@
 """What biases of convolutions take on a GPU: the kernel that adds one, and the sum that is its gradient.
 
-    PYTHONPATH=src python benchmarks/conv_bias.py --out benchmarks/results/conv_bias_h100.jsonl
-    PYTHONPATH=src python benchmarks/conv_bias.py --measured benchmarks/results/conv_bias_h100.jsonl
+    PYTHONPATH=src python benchmarks/conv_bias.py --out benchmarks/results/conv_bias_h100.jsonl.gz
+    PYTHONPATH=src python benchmarks/conv_bias.py --measured benchmarks/results/conv_bias_h100.jsonl.gz
 
 Sizes are drawn at random, none of them set a constant of the model. Of each the profiler's times of single
 kernels count, the shortest of some passes; a batch norm in evaluation follows.
@@ -10,6 +10,7 @@ kernels count, the shortest of some passes; a batch norm in evaluation follows.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
 import time
@@ -74,6 +75,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     x = x.contiguous(memory_format=layout).requires_grad_()
 
     def run() -> None:
+        x.grad = None  # else gradients are added up, by kernels of the same name
+        conv.zero_grad()
         y = conv(x)
         y.backward(y.detach())
         with torch.no_grad():
@@ -83,16 +86,23 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     times = [kernels_us(run) for _ in range(PASSES)]
     least = {name: min(each.get(name, 0.0) for each in times) for name in times[-1]}
     parts = {"add": "CUDAFunctor_add", "sum": "reduce_kernel", "invstd": "invstd", "copy": "Memcpy DtoD"}
+    counts = [k for k in least if "reduce_kernel" in k]
     told = {part: round(sum(v for k, v in least.items() if text in k), 2) for part, text in parts.items()}
     norms = [v for k, v in least.items() if "transform_input" in k or "bn_fw" in k]
-    return {**case, **told, "norm": round(sum(norms), 2), "all": round(sum(least.values()), 2)}
+    return {
+        **case,
+        **told,
+        "sums": len(counts),
+        "norm": round(sum(norms), 2),
+        "all": round(sum(least.values()), 2),
+    }
 
 
 def predict(path: Path, name: str) -> None:
     """How far off the model is, as if the GPU were not measured."""
     gpu = left_out(gpus.get(name))
     ratios: dict[str, list[float]] = defaultdict(list)
-    for line in path.read_text().splitlines():
+    for line in gzip.decompress(path.read_bytes()).decode().splitlines():
         row = json.loads(line)
         if "channels" not in row:
             continue
@@ -139,7 +149,7 @@ def main() -> None:
         predict(args.measured, args.gpu)
         return
     until = time.monotonic() + args.budget_s
-    with args.out.open("w") as file:
+    with gzip.open(args.out, "wt") as file:
         print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}), file=file)
         for case in drawn(args.seed):
             if time.monotonic() > until:

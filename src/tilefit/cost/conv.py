@@ -101,7 +101,8 @@ _FROM_A_PIXEL_FLOP_PER_CLOCK_PER_SM = 3.0
 _MEASURED_CHANNELS = 24
 #: Clocks of a multiprocessor for an element of the kernel that adds a bias to what cuDNN left, in any layout:
 #: 0.63 to 0.75 of the layers of five models in bf16 on an H200, and of the same on two H100s, which set
-#: nothing, 0.66 to 0.81 (``benchmarks/results/whole_steps*.json``).
+#: nothing, 0.66 to 0.81 (``benchmarks/results/whole_steps*.json``); of sizes drawn anew on an H100, from ten
+#: million elements on, 0.69 to 0.81 in the median of each layout and type (``benchmarks/conv_bias.py``).
 _BIAS_CLOCKS = 0.7
 
 #: What tells passes apart for the networks.
