@@ -308,7 +308,7 @@ def test_replicas_share_the_batch_and_sum_up_gradients(gpt2: Step) -> None:
     gpu = gpus.get("h100-sxm")
     hidden = estimate_split(planned, gpu)
     alone = sum(estimate_step(part, gpu).streams.exchange_s)  # type: ignore[union-attr]
-    assert hidden.communication_s < 0.8 * alone  # the host may hide all of it
+    assert hidden.communication_s < 0.6 * alone  # the host may hide all of it
 
 
 def test_all_ways_at_once_add_up(llama: Step) -> None:
