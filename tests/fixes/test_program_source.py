@@ -177,6 +177,11 @@ def test_a_model_of_unknown_origin_is_not_compiled(tmp_path: Path, old: str, new
         written(tmp_path, "NTC001", _EVALUATE.replace(old, new), "= model(")
 
 
+def test_a_model_whose_call_was_not_seen_is_not_compiled(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="no file of yours"):
+        written(tmp_path, "NTC001", _EVALUATE.replace("= model(", "= (model)("), "guess =")
+
+
 def test_copies_of_batches_are_not_waited_for(tmp_path: Path) -> None:
     level, text = written(tmp_path, "SYN002", _TRAIN, "x.to(")
     assert level == "safe"

@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results: dict[Any, Any] = {}
         #: Numbers of the memory of what the step returns.
         self.returned: set[int] = set()
-        #: Where host and GPU meet.
+        #: Where host and GPU meet in a model's step; a program's are its window's to note.
         self.meetings: list[HostEvent] = []
         #: Lines of products on another device, which are not recorded.
         self.host_products: dict[str, None] = {}
@@ -337,20 +337,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None, True
         return node, False
 
-    def met(self, kind: str, name: str, size: int = 0, non_blocking: bool = False) -> None:
-        """Host and GPU meet here: the host waits, or copies so many bytes from pageable memory."""
+    def met(self, kind: str, name: str, size: int = 0) -> None:
+        """Host and GPU meet here: the host waits, or copies so many bytes from pageable memory, and waits."""
         if not self.muted:
-            site = self.sites.forward_site()
-            self.meetings.append(
-                HostEvent(len(self.ops), kind, name, site, bytes=size, non_blocking=non_blocking)
-            )
+            self.meetings.append(HostEvent(len(self.ops), kind, name, self.sites.forward_site(), size))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Neither meta kernels written in Python nor the recording itself are the model's own calls.
         with torch._C.DisableTorchFunction():
             kwargs = kwargs or {}
             for tensor in self._from_host(func, args, kwargs):
-                self.met(TO_GPU, "to", tensor.nbytes, bool(kwargs.get("non_blocking")))
+                self.met(TO_GPU, "to", tensor.nbytes)
             return self._dispatched(func, args, kwargs)
 
     def _from_host(self, func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

@@ -158,8 +158,9 @@ class StepEstimate:
         flop: Floating-point operations.
         bound_time_s: Wall time by what limits it: ``math``, ``memory``, ``latency`` (GPU times of the
             operations with that bound; the last also what the GPU idles between kernels), ``launch`` (the
-            GPU waits for the host) and, of a program, ``waits`` (its queue is empty because the host waited,
-            or a copy runs) and ``communication`` (of several ranks, what nothing hides). Sums to ``time_s``.
+            GPU waits for the host) and, where they meet within the step, ``waits`` (its queue is empty
+            because the host waited, or a copy runs) and ``communication`` (of several ranks, what nothing
+            hides). Sums to ``time_s``.
         streams: Of a program of several streams or ranks, how they run it.
         host_spread: The host's part may be so many times as much, or as little (80 %).
     """

@@ -99,7 +99,8 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
     done: dict[tuple[Syntax, str], int] = {}
     places = [*_beside_optimizers(context, files, behind)]
     note = ""
-    for call in _program(context.step).models[bool(places) :]:
+    calls = _program(context.step).models or ("",)  # which is refused
+    for call in calls[bool(places) :]:
         try:
             places.append(_where_made(call, files))
         except RefusedError as refused:
