@@ -10,15 +10,15 @@ from torch import nn
 
 import tilefit
 from tilefit.fixes import Plan
-from tilefit.fixes.behaviour import Changed
+from tilefit.fixes.behaviour import changes
 
 
 def fixed(model: nn.Module, inputs: Any, **options: Any) -> Plan:
     """The plan of a copy of the model in which every candidate is applied, and works on few rows too."""
     options = {"gpu": "h200", "amp": "bf16", "optimizer": "none", "min_gain": -1e9, **options}
     plan = tilefit.optimize(copy.deepcopy(model), inputs, **options)
-    for changed in (vars(module).get("forward") for module in plan.model.modules()):
-        if isinstance(changed, Changed):
+    for changed in map(changes, plan.model.modules()):
+        if changed is not None:
             changed.behaviours = tuple(
                 replace(each, least_rows=0) if hasattr(each, "least_rows") else each
                 for each in changed.behaviours

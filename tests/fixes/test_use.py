@@ -1000,6 +1000,25 @@ def test_a_shallow_copy_with_other_weights_computes_with_those(fix: str) -> None
     torch.testing.assert_close(other(x), 2 * part(x))
 
 
+def test_layers_that_are_compiled_one_by_one_share_what_was_compiled() -> None:
+    model = nn.Sequential(*(linear(16, 13, 16) for _ in range(10)))
+    plan = planned(model, ROWS, "pad-linear")
+    assert len(plan.fixes) == 1
+    assert all(behaviours(layer[0]) for layer in model)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for layer in model:
+        layer.compile(backend=backend)
+    given = X.clone().requires_grad_()
+    assert model(given).shape == X.shape
+    assert len(graphs) == 1
+
+
 def test_torchscript_is_told_to_strip() -> None:
     model = linear(16, 13, 8)
     planned(model, ROWS, "pad-linear")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 #: Attributes that a changed module has more than a plain one.
-OF_CHANGED = ("forward", "_replicate_for_data_parallel")
+OF_CHANGED = ("_tilefit", "_replicate_for_data_parallel", "__prepare_scriptable__", "forward")
 #: What every module may have for itself.
 OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED))
 
@@ -161,7 +161,7 @@ class Assumed:
         attributes = vars(module)
         if tuple(attributes["_modules"]) != self.parts:
             return False
-        if self.size not in (-1, len(attributes) - (len(OF_CHANGED) if "forward" in attributes else 0)):
+        if self.size not in (-1, len(attributes) - (len(OF_CHANGED) if "_tilefit" in attributes else 0)):
             return False
         try:
             return bool(self.get(attributes) == self.values) and _hold_the_same(self.holding)

@@ -7,12 +7,11 @@ behaviour along.
 
 from __future__ import annotations
 
-import inspect
-import sys
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar
+from functools import cache, partial, update_wrapper
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -34,7 +33,7 @@ class Behaviour(ABC):
 
 
 class Changed:
-    """The ``forward`` of a changed module, in its ``vars``: its class's, within behaviours.
+    """What a changed module has more than a plain one: behaviours, within which its class's ``forward`` runs.
 
     Args:
         module: The module.
@@ -47,20 +46,27 @@ class Changed:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.__self__ = module
+        self.module = module
         self.assumed = Assumed.of(module)
         self.behaviours: tuple[Behaviour, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module) -> Changed:
         """That of a module; it gets one if it has none."""
-        changed = vars(module).get("forward")
-        if not isinstance(changed, Changed):
-            # A method of the class is the only one that ``copy.copy`` asks.
-            nn.Module.__copy__ = _shallow_copy  # type: ignore[attr-defined]
-            changed = module.forward = cls(module)
+        changed = changes(module)
+        if changed is None:
+            changed = cls(module)
+            # The first of the attributes: what is loaded has to know the names of the others.
+            vars(module)["_tilefit"] = changed
             module._replicate_for_data_parallel = changed.replicate  # type: ignore[method-assign]
+            vars(module)["__prepare_scriptable__"] = changed.script
+            _teach()
+            module.forward = module._within_behaviours
         return changed
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _teach()
 
     def add(self, behaviour: Behaviour) -> None:
         """Give the module one more behaviour."""
@@ -79,40 +85,54 @@ class Changed:
         """Take every behaviour from the module."""
         self.behaviours = ()
         # Somebody may have put something of theirs around this in the meantime.
-        if vars(self.__self__).get("forward") is self:
+        if not is_replaced(self.module):
             for name in OF_CHANGED:
-                delattr(self.__self__, name)
+                delattr(self.module, name)
 
     def replicate(self) -> Any:
         """What ``nn.DataParallel`` runs on another GPU: the module as it was."""
         # A replica has all that is in the module's ``vars``, and this would run the module itself.
-        replica = type(self.__self__)._replicate_for_data_parallel(self.__self__)  # type: ignore[no-untyped-call]
+        replica = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[no-untyped-call]
         for name in OF_CHANGED:
             delattr(replica, name)
         return replica
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.__self__
-        own = type(module).forward
-        forward: Callable[..., Any] = partial(own, module)
-        for behaviour in self.behaviours if own is self.assumed.forward else ():
-            if not behaviour.is_innermost or self.assumed.holds(module):
-                forward = partial(behaviour, module, forward)
-        return forward(*args, **kwargs)
+    def script(self) -> Any:
+        """What TorchScript asks for before it compiles a module."""
+        raise TilefitError("TorchScript cannot compile a changed module: tilefit.strip(model) first")
 
-    # ---- what people ask of a method -----------------------------------------------------------
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(partial(type(self.__self__).forward, self.__self__))
+def _run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    own = type(module).forward
+    forward: Callable[..., Any] = partial(own, module)
+    changed: Changed = module._tilefit  # type: ignore[assignment]
+    for behaviour in changed.behaviours if own is changed.assumed.forward else ():
+        if not behaviour.is_innermost or changed.assumed.holds(module):
+            forward = partial(behaviour, module, forward)
+    return forward(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("__self__", "assumed", "behaviours") or name.startswith("__deepcopy__"):
-            raise AttributeError(name)
-        # The compiler of TorchScript reads the source of functions, and resolves its names first.
-        if name == "__globals__" and sys._getframe(1).f_globals["__name__"] == "torch._jit_internal":
-            raise TilefitError("TorchScript cannot compile a changed module: tilefit.strip(model) first")
-        return getattr(type(self.__self__).forward, name)
+
+@cache
+def _function(own: Callable[..., Any]) -> types.FunctionType:
+    """``_run`` with the signature of a class's ``forward``. All share their code, so that the compiler, which
+    asks for that of a module's own ``forward``, takes what it has compiled of one layer for the next."""
+    made = types.FunctionType(_run.__code__, _run.__globals__, "_within_behaviours")
+    return cast(types.FunctionType, update_wrapper(made, own, ("__module__", "__doc__")))
+
+
+class _WithinBehaviours:
+    """An attribute of every module: the ``forward`` that it has when it is changed. No property, since
+    TorchScript compiles these."""
+
+    def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
+        return self if module is None else types.MethodType(_function(kind.forward), module)
+
+
+def _teach() -> None:
+    """Let modules be copied and loaded with what they are given here: ``copy.copy`` asks a method of the
+    class alone, and ``pickle`` writes a bound method as its name."""
+    nn.Module.__copy__ = _shallow_copy  # type: ignore[attr-defined]
+    nn.Module._within_behaviours = _WithinBehaviours()  # type: ignore[attr-defined]
 
 
 def _shallow_copy(module: nn.Module) -> Any:
@@ -121,16 +141,21 @@ def _shallow_copy(module: nn.Module) -> Any:
     make, args, *rest = made
     other = make(*args)
     for state in rest[:1]:
-        if isinstance(state, dict) and isinstance(state.get("forward"), Changed):
+        if isinstance(state, dict) and "_tilefit" in state:
             state = {name: value for name, value in state.items() if name not in OF_CHANGED}
         other.__setstate__(state)
     return other
 
 
+def changes(module: nn.Module) -> Changed | None:
+    """How a module was changed."""
+    return vars(module).get("_tilefit")
+
+
 def behaviours(module: nn.Module) -> tuple[Behaviour, ...]:
     """A module's behaviours."""
-    changed = vars(module).get("forward")
-    return changed.behaviours if isinstance(changed, Changed) else ()
+    changed = changes(module)
+    return changed.behaviours if changed is not None else ()
 
 
 def behaves(module: nn.Module, kind: type[Behaviour]) -> bool:
@@ -140,4 +165,6 @@ def behaves(module: nn.Module, kind: type[Behaviour]) -> bool:
 
 def is_replaced(module: nn.Module) -> bool:
     """Whether somebody else has put something in place of the module's ``forward``."""
-    return not isinstance(vars(module).get("forward"), Changed | None)
+    forward = vars(module).get("forward")
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return forward is not None and not (code is _run.__code__ and forward.__self__ is module)

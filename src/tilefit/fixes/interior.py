@@ -15,14 +15,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules import module as nn_module
 
 from tilefit.fixes.assumed import Assumed, is_torchs
-from tilefit.fixes.behaviour import Behaviour, Changed, behaviours
+from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
 from tilefit.fixes.calls import PLAIN, is_followed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.elementwise import are_torchs
@@ -30,7 +29,6 @@ from tilefit.fixes.modules import submodule
 from tilefit.fixes.region import Region
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_FORWARDS = frozenset((NoneType, Changed))
 _GLOBAL_HOOKS = (
     nn_module._global_forward_hooks,
     nn_module._global_forward_pre_hooks,
@@ -215,7 +213,7 @@ class Interior(Behaviour):
         try:
             for part, assumed in self._leaves:  # at the least cost: there are many
                 attributes = part.__dict__
-                if type(attributes.get("forward")) not in _FORWARDS or "_compiled_call_impl" in attributes:
+                if is_replaced(part) or "_compiled_call_impl" in attributes:
                     return False
                 if type(part).forward is not assumed.forward or attributes["_modules"]:
                     return False
@@ -248,7 +246,7 @@ def regions_of(model: nn.Module, paths: Iterable[str], edits: Edits) -> dict[str
 def _made_of(part: nn.Module) -> Any:
     """The parts of a part, what it does beyond opening a space, and whether its ``forward`` was replaced."""
     acting = (each for each in behaviours(part) if not isinstance(each, Region | Interior))
-    return (type(vars(part).get("forward")) in _FORWARDS, *part._modules.values(), *acting)
+    return (not is_replaced(part), *part._modules.values(), *acting)
 
 
 def _is_foreign(hooks: dict[Any, Any]) -> bool:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
 from tilefit.fixes.assumed import Assumed
-from tilefit.fixes.behaviour import Changed, behaviours
+from tilefit.fixes.behaviour import behaviours, changes
 from tilefit.fixes.region import Region
 
 #: Gradients in fp16 are computed of the loss times this, as in training, and divided by it: as they are, most
@@ -352,7 +352,7 @@ def _ancestors(path: str) -> Iterator[str]:
 def _reaching(parent: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
     """Within the block a call of a module calls one of its parts and nothing else. Of its behaviours only
     regions run: others need its real arguments."""
-    kept, changed = type(parent), vars(parent).get("forward")
+    kept, changed = type(parent), changes(parent)
     regions = tuple(each for each in behaviours(parent) if isinstance(each, Region))
 
     class Reaching(kept):  # type: ignore[misc, valid-type]
@@ -360,7 +360,7 @@ def _reaching(parent: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Ite
             return part(*args, **kwargs)
 
     parent.__class__ = Reaching
-    before = dict(vars(changed)) if isinstance(changed, Changed) else {}
+    before = dict(vars(changed)) if changed is not None else {}
     if before:
         vars(changed).update(assumed=Assumed.of(parent), behaviours=regions)
     try:

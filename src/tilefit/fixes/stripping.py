@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from tilefit.fixes.behaviour import Changed
+from tilefit.fixes.behaviour import changes
 from tilefit.fixes.fused_loss import CompiledLoss
 from tilefit.nn import convert
 
@@ -25,12 +25,9 @@ def strip(model: _Model) -> _Model:
     """
     convert(model, back=True)
     for module in model.modules():
-        forward = vars(module).get("forward")
-        while forward is not None:  # somebody may have put something of theirs around ours
-            if isinstance(forward, Changed):
-                forward.leave()
-                break
-            forward = getattr(forward, "__wrapped__", None)
+        changed = changes(module)
+        if changed is not None:
+            changed.leave()
         if module._compiled_call_impl is not None:
             module._compiled_call_impl = None
         for name, value in list(vars(module).items()):
