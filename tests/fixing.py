@@ -20,7 +20,9 @@ def fixed(model: nn.Module, inputs: Any, **options: Any) -> Plan:
     for changed in map(changes, plan.model.modules()):
         if changed is not None:
             changed.behaviours = tuple(
-                replace(each, least_rows=0) if hasattr(each, "least_rows") else each
+                replace(each, least_rows=0)  # type: ignore[type-var]
+                if hasattr(each, "least_rows")
+                else each
                 for each in changed.behaviours
             )
     return plan

@@ -61,7 +61,7 @@ class Changed:
             module._replicate_for_data_parallel = changed.replicate  # type: ignore[method-assign]
             vars(module)["__prepare_scriptable__"] = changed.script
             _teach()
-            module.forward = module._within_behaviours
+            module.forward = module._within_behaviours  # type: ignore[assignment]
         return changed
 
     def __setstate__(self, state: dict[str, Any]) -> None:
