@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilefit
 from in_use import difference, tried
-from tilefit.fixes.attention import Fusion
+from tilefit.fixes.attention import fusing
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.run import Run
 
@@ -143,7 +143,7 @@ def inputs(masked: bool) -> dict[str, torch.Tensor]:
 
 def fused(model: nn.Module, *paths: str) -> nn.Module:
     run = Run(copy.deepcopy(model))
-    Fusion(paths or ("",)).apply(run)
+    fusing(paths or ("",)).apply(run)
     return run.model
 
 
@@ -627,7 +627,7 @@ def loaded(model: nn.Module) -> nn.Module:
 def test_undo() -> None:
     model = made(min_gpt)
     run = Run(model)
-    edits = Fusion(("",)).apply(run)
+    edits = fusing(("",)).apply(run)
     assert isinstance(model, Attention)
     edits.undo()
     assert type(model) is Attention

@@ -70,7 +70,8 @@ def step_times_s(
         steps = [_prepared(run, candidates[:count], optimizers, clock) for count in counts]
         for number in range(rounds):
             for count in counts if number % 2 == 0 else reversed(counts):
-                times[count].append(_timed_s(run, candidates[:count], steps[count], clock))
+                with _applied(run, candidates[:count]):
+                    times[count].append(steps[count].timed_s(clock))
     return times
 
 
@@ -125,6 +126,17 @@ class RunningStep:
             self.optimizer.step()
         run.model.zero_grad()
 
+    def timed_s(self, clock: Callable[[], float]) -> float:
+        """The time of a step, over ``many``."""
+        for _ in range(_WARM_STEPS):  # also what other variants left in caches
+            self()
+        self.synchronize()
+        start = clock()
+        for _ in range(self.many):
+            self()
+        self.synchronize()
+        return (clock() - start) / self.many
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -149,26 +161,6 @@ def _prepared(
 ) -> RunningStep:
     with _applied(run, candidates):
         step = RunningStep(run, optimizers)
-        for _ in range(_WARM_STEPS):
-            step()
-        step.synchronize()
-        start = clock()
-        step()
-        step.synchronize()
-        once_s = clock() - start
+        once_s = step.timed_s(clock)
     step.many = max(1, min(_MOST_STEPS, round(TURN_S / once_s))) if once_s > 0 else _MOST_STEPS
     return step
-
-
-def _timed_s(
-    run: Run, candidates: Sequence[ChangeSet], step: RunningStep, clock: Callable[[], float]
-) -> float:
-    with _applied(run, candidates):
-        for _ in range(_WARM_STEPS):  # also what the other variants left in caches
-            step()
-        step.synchronize()
-        start = clock()
-        for _ in range(step.many):
-            step()
-        step.synchronize()
-        return (clock() - start) / step.many

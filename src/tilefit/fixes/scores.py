@@ -431,19 +431,17 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     letters = _letters(equation, operands)
     if letters is None:
         return NotImplemented
-    (a, b), (first, second), out = operands, *letters
+    (a, b), (first, second, out) = operands, letters
     if not isinstance(a, Scores):
         a, b, first, second = b, a, second, first
     if not isinstance(a, Scores) or not isinstance(b, torch.Tensor):
         return NotImplemented
-    lead, keys = first[:-2], first[-1]
-    width = set(second) - {*lead, keys}
-    if len(width) != 1 or set(out) != {*lead, first[-2], *width} or {keys, *lead} - set(second):
+    width = "".join(set(second) - set(first))
+    made, value = first[:-1] + width, _arranged(b, second, first[:-2] + first[-1] + width)
+    if value is None or len(width) != 1 or sorted(out) != sorted(made):
         return NotImplemented
-    order = lead + keys + "".join(width)
-    result = _attended(a, b.permute([second.index(letter) for letter in order]))
-    made = lead + first[-2] + "".join(width)
-    return result if result is NotImplemented else result.permute([made.index(letter) for letter in out])
+    result = _attended(a, value)
+    return result if result is NotImplemented else _arranged(result, made, out)
 
 
 def _functions(names: str) -> Iterator[Any]:
@@ -548,7 +546,7 @@ def _is_operand(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and tensor.dim() > 2 and tensor.is_floating_point()
 
 
-def _letters(equation: Any, operands: Any) -> tuple[tuple[str, str], str] | None:
+def _letters(equation: Any, operands: Any) -> list[str] | None:
     """The letters of the two operands of an einsum, and of its result; with "..." as capitals."""
     if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
         return None
@@ -562,25 +560,27 @@ def _letters(equation: Any, operands: Any) -> tuple[tuple[str, str], str] | None
         return None
     if any(len(part) != operand.dim() for part, operand in zip(parts, operands, strict=False)):
         return None
-    return (parts[0], parts[1]), parts[2]
+    return parts
 
 
-def _by_letters(letters: tuple[tuple[str, str], str] | None, a: Any, b: Any) -> tuple[Any, Any]:
+def _by_letters(letters: list[str] | None, a: Any, b: Any) -> tuple[Any, Any]:
     """Query and key [..., rows, width] of a product over one letter whose result ends in their rows."""
     if letters is None:
         return None, None
-    (first, second), out = letters
+    first, second, out = letters
     if out[-2] not in first:
         a, b, first, second = b, a, second, first
-    lead, rows, columns = out[:-2], out[-2], out[-1]
     width = "".join(set(first) & set(second) - set(out))
-    wanted = lead + rows + width, lead + columns + width
-    if len(width) != 1 or set(first) != set(wanted[0]) or set(second) != set(wanted[1]):
+    if len(width) != 1:
         return None, None
-    return (
-        a.permute([first.index(letter) for letter in wanted[0]]),
-        b.permute([second.index(letter) for letter in wanted[1]]),
-    )
+    return _arranged(a, first, out[:-1] + width), _arranged(b, second, out[:-2] + out[-1] + width)
+
+
+def _arranged(tensor: torch.Tensor, letters: str, wanted: str) -> torch.Tensor | None:
+    """A tensor whose dimensions have letters, with these in another order; None where others are wanted."""
+    if sorted(letters) != sorted(wanted):
+        return None
+    return tensor.permute([letters.index(letter) for letter in wanted])
 
 
 def _attended(scores: Scores, value: torch.Tensor) -> Any:
