@@ -15,9 +15,9 @@ from torch import nn
 
 from tilefit.fixes.behaviour import Behaviour, behaves
 from tilefit.fixes.calls import are_exchanged, is_followed
-from tilefit.fixes.fix import ChangeSet, Context, Found, fix
+from tilefit.fixes.fix import ChangeSet, Context, Found, RefusedError, fix
 from tilefit.fixes.interior import is_watched_within
-from tilefit.fixes.modules import common, submodule
+from tilefit.fixes.modules import caller, common, submodule
 from tilefit.fixes.run import Run
 from tilefit.fixes.scores import Fusing, are_torchs
 from tilefit.ops.entries import MASK
@@ -67,6 +67,9 @@ def fuse_attention(context: Context) -> Found:
     unless it is made of numbers and buffers alone and found to be causal: then the kernel skips what is
     masked. Dropout drops with the same probability, but other weights from the same seed.
 
+    ``nn.MultiheadAttention`` that averages its weights for a caller who does not read them is followed from
+    within that caller, and the average is not computed either.
+
     Refused: modules compiled by TorchScript or whose ``forward`` was replaced. Weights that the block
     returns are computed for it, which leaves no gain; with dropout they would not be those that were used,
     and that is an error. While a part of the block has hooks, which would be handed the scores, it runs as it
@@ -86,10 +89,15 @@ def fuse_attention(context: Context) -> Found:
 def _scope(context: Context, chain: AttentionChain) -> str:
     """Path of the module to change: the smallest in which all of the attention happens, or the block (an
     element of a list of modules) that this is part of, since attention modules like to return their weights,
-    for blocks to ignore."""
+    for blocks (or, of PyTorch's own, whoever calls it) to ignore."""
     names = common(context.step.ops[index].site.module for index in chain.forward)
     block = max((place for place, name in enumerate(names, 1) if name.isdigit()), default=len(names))
-    return ".".join(names[:block])
+    path, model = ".".join(names[:block]), context.run.model
+    try:
+        is_torchs = path and isinstance(submodule(model, path), nn.MultiheadAttention)
+        return caller(model, path) if is_torchs else path
+    except RefusedError:  # what was captured is called otherwise, or by nothing that can be changed
+        return path
 
 
 # ---- masks ---------------------------------------------------------------------------------------
