@@ -60,7 +60,7 @@ def padded(model: nn.Module) -> nn.Module:
     layers = {path: m for path, m in run.model.named_modules() if isinstance(m, nn.Linear)}
     found = {path: by_itself(layer, SIZES, SIZES) for path, layer in layers.items()}
     made = {path: wide for path, wide in found.items() if wide is not None}
-    for path, each in chains(run.model, made, 13).items():
+    for path, each in chains(run.model, made, 13, 16).items():
         made[path] = made[path].along(each)
     pad(made, SIZES).apply(run)
     return run.model
@@ -527,10 +527,10 @@ def _ask_a_buffer(model: Between, x: torch.Tensor) -> torch.Tensor:
 )
 def test_what_is_handed_on_is_not_padded(between: Callable[[Between, torch.Tensor], torch.Tensor]) -> None:
     model = Between(between)
-    assert chains(model, ("first", "second"), 13) == {}
+    assert chains(model, ("first", "second"), 13, 16) == {}
     assert model.kept is None
     assert model.store == {}
-    assert chains(Between(lambda model, x: torch.exp(x) + 1), ("first", "second"), 13)
+    assert chains(Between(lambda model, x: torch.exp(x) + 1), ("first", "second"), 13, 16)
 
 
 @dataclass

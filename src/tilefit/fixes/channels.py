@@ -153,8 +153,8 @@ def pad_linear(context: Context) -> Found:
     change. With too few rows for the copies to pay, the layer runs unpadded.
 
     Between two such layers the columns stay, where the ``forward`` of one module, traced symbolically, shows
-    nothing but elementwise functions there: the gate of a SwiGLU layer, or Linear, GELU, Linear. Dropout is
-    in the way, since the same seed would drop others.
+    nothing but elementwise functions and batch norms there: the gate of a SwiGLU layer, or Linear, GELU,
+    Linear. Dropout is in the way, since the same seed would drop others.
 
     Refused: layers that are no plain ``nn.Linear``, or whose product another module computes from their
     weight. Hooks on a layer are served, and keep its outputs from staying padded.
@@ -196,9 +196,9 @@ def _paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
             shapes[layer.module] = channels_of(module)
     chained: dict[str, None] = {}
     for size in group.sizes:
-        for path, wide in chains(context.run.model, plain, size).items():
+        for path, wide in chains(context.run.model, plain, size, sizes[size]).items():
             chained[path] = None
-            plain[path] = plain[path].along(wide)
+            plain[path] = plain[path].along(wide) if path in plain else wide
     if chained:
         region_s = REGION_S * len(chained)
         yield _together(context, group, {path: plain.pop(path) for path in chained}, region_s)
@@ -219,7 +219,7 @@ def _together(context: Context, group: Group, wides: Mapping[str, Wide], more_s:
         for real, wide in channels or ()
     }
     share = 1.0 if context.run.options.train else 0.6
-    return padded(wides, sizes, host_s=share * LAYER_S * sum(map(calls.__getitem__, wides)) + more_s)
+    return padded(wides, sizes, host_s=share * LAYER_S * sum(calls.get(path, 1) for path in wides) + more_s)
 
 
 def _computed_weights(context: Context) -> Iterator[Refusal]:

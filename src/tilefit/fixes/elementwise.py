@@ -27,10 +27,11 @@ _NAMES = frozenset(
 )
 _OPERATORS = "mul add sub neg imul iadd isub".split()
 _FUNCTIONS = frozenset((*offered(_NAMES).values(), *(getattr(operator, name) for name in _OPERATORS)))
+#: Dropout with a probability of zero.
 ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = tuple(
     getattr(nn, name)
     for name in """ReLU ReLU6 GELU SiLU Mish ELU CELU SELU LeakyReLU Hardtanh Hardswish Hardsigmoid Sigmoid
-    Tanh Softplus Softsign LogSigmoid Tanhshrink Identity""".split()
+    Tanh Softplus Softsign LogSigmoid Tanhshrink Identity Dropout""".split()
 )
 #: ``x ** n`` and ``x / n`` for a number n of at least 1.
 _WITH_NUMBER: frozenset[Any] = frozenset(

@@ -97,7 +97,7 @@ class Wide(Behaviour):
         return next((each for each in behaviours(module) if isinstance(each, Wide)), None)
 
     def require(self, module: nn.Module, path: str) -> None:
-        require_plain(module, path, type(module) if self.dims else nn.Linear)
+        require_plain(module, path, type(module))
 
     def beside(self, module: nn.Module) -> tuple[Behaviour, Behaviour | None]:
         return self, Wide.of(module)
@@ -137,7 +137,7 @@ class Fitted(Wide):
 
     def require(self, module: nn.Module, path: str) -> None:
         if self.nhwc is None:
-            super().require(module, path)
+            require_plain(module, path, type(module) if self.dims else nn.Linear)
             return
         if not isinstance(module, _ConvNd):
             where = path or "the model"
@@ -294,6 +294,12 @@ class WideNorm(Wide):
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> Any:
         """[batch, channels, ...] to the same, running statistics updated."""
         assert isinstance(module, _BatchNorm)
+        if (
+            not self.dims and input.dim() > 2
+        ):  # of features behind a linear layer it normalizes what is before
+            if self.wide_in is not None and self.is_given(input.shape[-1]):
+                input = crop(input, input.dim() - 1, self.wide_in)
+            return forward(input)
         if input.dim() < 2 or not self.is_given(input.shape[1]):
             return forward(input)
         assert self.wide_in is not None
@@ -369,7 +375,8 @@ def padded(
         words = f"Pad {pairs} channels in {paths[0] if len(paths) == 1 else f'{len(paths)} modules'}."
     else:
         between = ", and what passes between them" if any(each.gives for each in wides.values()) else ""
-        words = f"Pad the product of {listed(paths, 'linear layers')}{between}, from {pairs} features."
+        layers = listed([path for path in paths if isinstance(wides[path], Fitted)], "linear layers")
+        words = f"Pad the product of {layers}{between}, from {pairs} features."
     return ChangeSet(paths, behaviours=tuple(wides.items()), words=words, host_s=host_s)
 
 

@@ -96,11 +96,12 @@ def paddings(
     return {path: wide for path, wide in todo.values() if wide is not None}
 
 
-def chains(model: nn.Module, layers: Iterable[str], size: int) -> dict[str, Wide]:
-    """What plain linear layers, some with ``size`` outputs, some with as many inputs, hand to each other.
+def chains(model: nn.Module, layers: Iterable[str], size: int, wide: int) -> dict[str, Wide]:
+    """What plain linear layers, some with ``size`` outputs, some with as many inputs, hand to each other when
+    these are padded to ``wide``, and what the batch norms between them have to do.
 
     Smaller modules are traced before the larger ones they are part of: what is done to a part of a model
-    keeps nothing from staying padded in another. Of sizes and rows nothing is said.
+    keeps nothing from staying padded in another. Of rows nothing is said.
     """
     left = dict.fromkeys(layers)
     found: dict[str, Wide] = {}
@@ -111,12 +112,11 @@ def chains(model: nn.Module, layers: Iterable[str], size: int) -> dict[str, Wide
         graphs = traced(root, linears.__contains__) if is_small else None
         if graphs is None:
             continue
-        paths = _Paths(root, Trace(path, graphs), {size: 2 * size}, {}, linears)
-        for path, _, wide in paths.paddings():
-            if wide and (wide.takes or wide.gives):
-                found[path] = wide.along(found.get(path, wide))
-                if wide.gives:
-                    del left[path]
+        for at, _, each in _Paths(root, Trace(path, graphs), {size: wide}, {}, linears).paddings():
+            if each and (each.takes or each.gives):
+                found[at] = each.along(found.get(at, each))
+                if each.gives:
+                    left.pop(at, None)
     return found
 
 
@@ -169,8 +169,8 @@ def _kind(module: nn.Module) -> str:
         return _DEPTHWISE if module.groups == module.in_channels else _OPAQUE
     if isinstance(module, _BatchNorm) and type(module) in NORMS:
         return _NORM if module.eps > 0 else _OPAQUE
-    is_channelwise = type(module) in _CHANNELWISE_MODULES and not getattr(module, "return_indices", False)
-    return _CHANNELWISE if is_channelwise else _OPAQUE
+    does_more = getattr(module, "return_indices", False) or getattr(module, "p", 0)  # of dropout
+    return _CHANNELWISE if type(module) in _CHANNELWISE_MODULES and not does_more else _OPAQUE
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -255,7 +255,7 @@ class _Paths:
         kind = _kind(module)
         if module in self._linears and not has_hooks(module):
             return _LAYER
-        return kind if kind == _CHANNELWISE or not self._linears else _OPAQUE
+        return kind if kind in (_CHANNELWISE, _NORM) or not self._linears else _OPAQUE
 
     # ---- groups ------------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class _Paths:
             return
         elif isinstance(module, ELEMENTWISE_MODULES) and kind:
             self._visit_elementwise(node, module)
-        elif kind and self._images[image][1]:
+        elif kind == _NORM or (kind and self._images[image][1]):
             channels, dims = self._images[image]
             is_pool = kind == _CHANNELWISE
             channels = module.out_channels if isinstance(module, _ConvNd) else channels
