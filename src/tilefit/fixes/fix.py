@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any
@@ -112,6 +113,22 @@ class ChangeSet:
     def parts(self) -> tuple[ChangeSet, ...]:
         """The change sets it is made of."""
         return (self,)
+
+
+@contextmanager
+def applied(run: Run, changes: Iterable[ChangeSet]) -> Iterator[None]:
+    """Within the block changes are made.
+
+    Raises:
+        RefusedError: one cannot be made.
+    """
+    edits = Edits()
+    try:
+        for change in changes:
+            change.apply(run, edits)
+        yield
+    finally:
+        edits.undo()
 
 
 def in_words(modules: Iterable[str]) -> str:

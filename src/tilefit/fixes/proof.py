@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from tilefit.capture.copies import copied
 from tilefit.errors import CaptureError
-from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, RefusedError
 from tilefit.fixes.likeness import Likeness, few_rows, likeness, shrunken
 from tilefit.fixes.run import Run
@@ -51,14 +50,9 @@ def prove_in_place(run: Run, changes: Sequence[ChangeSet]) -> Verification:
     Raises:
         RefusedError: a change does not apply, or the comparison cannot be made.
     """
-
-    def make(run: Run, edits: Edits) -> None:
-        for change in changes:
-            few_rows(change).apply(run, edits)
-
     with _seeded(), _as_refusals():
         few = with_values(shrunken(run.inputs), run.model)
-        return verify_in_place(replace(run, inputs=few), make)
+        return verify_in_place(replace(run, inputs=few), map(few_rows, changes))
 
 
 def _on_cpu() -> AbstractContextManager[Any]:
