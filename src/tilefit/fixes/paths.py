@@ -364,13 +364,13 @@ class _Paths:
             return False
         if any(other in self._images for other in node.all_input_nodes[1:]):
             return False
-        if not self._images[image][1]:  # to functions of images features are something else
-            return node.op == "call_method" and node.target in CHANNELWISE_METHODS
-        if node.target in (torch.mean, "mean"):
-            return self._is_spatial_mean(node, self._images[image][1])
-        if node.op == "call_method":
-            return node.target in CHANNELWISE_METHODS
-        if node.op != "call_function" or node.kwargs.get("return_indices"):
+        if node.op == "call_method" and node.target in CHANNELWISE_METHODS:
+            return True
+        dims = self._images[image][1]
+        if dims and node.target in (torch.mean, "mean"):
+            return self._is_spatial_mean(node, dims)
+        # To functions of images features are something else.
+        if not dims or node.op != "call_function" or node.kwargs.get("return_indices"):
             return False
         name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', '')}"
         return node.target in CHANNELWISE_FUNCTIONS or name == _STOCHASTIC_DEPTH
