@@ -24,7 +24,7 @@ from tilefit.capture.targets import load
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.cost.recompute import Recompute
-from tilefit.fixes.checkpoint import Checkpointed, CheckpointFix
+from tilefit.fixes.checkpoint import Checkpointed, compute_again
 from tilefit.fixes.fix import Context
 from tilefit.fixes.run import Run
 from tilefit.options import StepOptions, TargetOptions
@@ -99,7 +99,7 @@ def rows(amp: str, gpu: Any) -> Iterator[dict[str, Any]]:
             trial.memory_bytes = budget
             started = time.perf_counter()
             tried = 0
-            for change in CheckpointFix().find(Context(step, gpu, estimate, trial)):
+            for change in compute_again.find(Context(step, gpu, estimate, trial)):
                 assert isinstance(change, Checkpointed)
                 tried += 1
                 edits = change.apply(trial)

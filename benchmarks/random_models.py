@@ -67,7 +67,13 @@ class Norm(nn.Module):
 
 ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
     *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, WrittenGelu, WrittenSilu),
-    *(lambda: nn.Softmax(-1), lambda: nn.Dropout(0.2), nn.Identity, lambda: nn.ReLU(inplace=True)),
+    *(
+        lambda: nn.Softmax(-1),
+        lambda: nn.Dropout(0.2),
+        lambda: nn.Dropout(0.0),
+        nn.Identity,
+        lambda: nn.ReLU(inplace=True),
+    ),
 )
 
 
@@ -120,6 +126,22 @@ class SelfAttention(nn.Module):
         else:
             y = F.scaled_dot_product_attention(q, k, v, None if mask is None else ~mask)
         return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
+class Asked(nn.Module):
+    """PyTorch's attention, asked for weights that nobody reads unless they are kept."""
+
+    def __init__(self, rng: Rng, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 1, bias=rng.random() < 0.7, batch_first=True)
+        self.keeps, self.masks = rng.random() < 0.2, rng.random() < 0.4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x.new_full((x.shape[1],) * 2, -torch.inf).triu(1) if self.masks else None
+        y, weights = self.attention(x, x, x, attn_mask=mask)
+        if self.keeps:
+            self.kept = weights
+        return x + y
 
 
 class Images(nn.Module):
@@ -183,7 +205,7 @@ class Twice(nn.Module):
         return self.part(torch.tanh(self.part(x)))
 
 
-PARTS = (Perceptron, Perceptron, SelfAttention, SelfAttention, Images, Images, Loop, Layer, Twice)
+PARTS = (Perceptron, Perceptron, SelfAttention, SelfAttention, Asked, Images, Images, Loop, Layer, Twice)
 
 
 class Model(nn.Module):
@@ -211,6 +233,7 @@ class Model(nn.Module):
 FIXES: dict[type[nn.Module], tuple[str, ...]] = {
     Perceptron: ("pad-linear", "pad-linear", "merge-projections"),
     SelfAttention: ("pad-linear", "fuse-attention", "fuse-attention", "merge-projections"),
+    Asked: ("fuse-attention",),
     Images: ("pad-channels", "pad-channels", "channels-last"),
     Loop: ("time-steps",),
     Layer: ("persistent-kernels",),

@@ -69,12 +69,15 @@ class Slow(nn.Module):
 class Faster(Fix):
     """Computes each :class:`Slow` by one kernel, one after the other."""
 
-    name = "faster"
-    rules = ("PRC004",)
+    called: ClassVar[str] = "faster"
+    of_level: ClassVar[str] = "safe"
     does: ClassVar[Done] = staticmethod(as_relu)
     host_s: ClassVar[float] = 0.0
 
-    def find(self, context: Context) -> Iterable[ChangeSet]:
+    def __init__(self) -> None:
+        super().__init__(self.called, ("PRC004",), self.found, self.of_level)
+
+    def found(self, context: Context) -> Iterable[ChangeSet]:
         yield from self.changes(context)
 
     def changes(self, context: Context) -> Iterator[ChangeSet]:

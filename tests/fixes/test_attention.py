@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilefit
 from in_use import difference, tried
-from tilefit.fixes.attention import Fusion
+from tilefit.fixes.attention import fusing
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.run import Run
 
@@ -143,7 +143,7 @@ def inputs(masked: bool) -> dict[str, torch.Tensor]:
 
 def fused(model: nn.Module, *paths: str) -> nn.Module:
     run = Run(copy.deepcopy(model))
-    Fusion(paths or ("",)).apply(run)
+    fusing(paths or ("",)).apply(run)
     return run.model
 
 
@@ -479,6 +479,61 @@ def test_attention_of_diffusion_models(form: str, masked: bool) -> None:
     assert len(kernel_calls(model, *arguments)) == 1
 
 
+class Asking(nn.Module):
+    """PyTorch's own, asked for weights that only ``returns`` gives to anybody."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, dropout, batch_first=True)
+        self.returns = False
+
+    def forward(self, x: torch.Tensor, **options: Any) -> Any:
+        y, weights = self.attention(x, x, x, **options)
+        return (x + y, weights) if self.returns else x + y
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"average_attn_weights": False},
+    {"attn_mask": torch.ones(9, 9).triu(1).bool()},
+    {"attn_mask": torch.randn(9, 9, dtype=torch.double)},
+    {"key_padding_mask": torch.tensor([[False] * 9, [True] * 9])},
+]
+
+
+@pytest.mark.parametrize("options", ASKED)
+@pytest.mark.parametrize("training", [False, True])
+def test_weights_that_nobody_reads(options: dict[str, Any], training: bool) -> None:
+    torch.manual_seed(0)
+    original = Asking().double().train(training)
+    changed = fused(original)
+    is_lost = "key_padding_mask" in options  # a row that an added mask leaves nothing
+    assert len(kernel_calls(changed, inputs(masked=False)["x"], **options)) == (not is_lost)
+    for returns in (False, True):
+        for shape in (
+            ((2, 9, WIDTH), (1, 9, WIDTH)) if "key_padding_mask" not in options else ((2, 9, WIDTH),)
+        ):
+            x = torch.randn(shape, dtype=torch.double)
+            results = []
+            for model in (original, changed):
+                model.returns = returns
+                own = x.clone().requires_grad_()
+                made = model(own, **options)
+                first, *rest = made if returns else (made,)
+                model.zero_grad()
+                sum((each.square().sum() for each in rest), first.square().sum()).backward()
+                results.append((made, own.grad, [p.grad for p in model.parameters()]))
+            assert not difference(*results)
+
+
+def test_the_plan_follows_pytorchs_own_from_its_caller() -> None:
+    found = plan(Asking(), torch.empty(64, 512, WIDTH))
+    assert [fix.modules for fix in found.fixes] == [("",)]
+    assert found.verification is not None
+    assert found.verification.ok
+    assert not plan(nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.empty(64, 512, WIDTH)).fixes
+
+
 @pytest.mark.parametrize("form", ["filled", "added", "both", "learned"])
 def test_rows_without_a_key_are_what_they_were(form: str) -> None:
     """Where there are no numbers, there are none in the gradients of query, key, value and bias."""
@@ -627,7 +682,7 @@ def loaded(model: nn.Module) -> nn.Module:
 def test_undo() -> None:
     model = made(min_gpt)
     run = Run(model)
-    edits = Fusion(("",)).apply(run)
+    edits = fusing(("",)).apply(run)
     assert isinstance(model, Attention)
     edits.undo()
     assert type(model) is Attention

@@ -18,10 +18,11 @@ from in_use import applied, planned
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
-from tilefit.fixes import Context, Refusal, RefusedError, Run
+from tilefit.fixes import ChangeSet, Context, Refusal, RefusedError, Run
 from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.channels import PadChannels
-from tilefit.fixes.layers import Cropped, Fitted, Padded
+from tilefit.fixes.channels import pad_channels
+from tilefit.fixes.layers import Cropped, Fitted
+from tilefit.fixes.layers import padded as pad
 from tilefit.fixes.paths import paddings, traces
 from tilefit.options import StepOptions
 
@@ -42,9 +43,9 @@ def padded(
 
 def change(
     model: nn.Module, sizes: Mapping[int, int] = SIZES, inputs: Mapping[int, int] | None = None
-) -> Padded:
-    found = tuple(paddings(model, traces(Run(model)), sizes, sizes if inputs is None else inputs))
-    return Padded(tuple(p.path for p in found), tuple(sizes.items()), found)
+) -> ChangeSet:
+    found = paddings(model, traces(Run(model)), sizes, sizes if inputs is None else inputs)
+    return pad(found, sizes)
 
 
 def network() -> nn.Sequential:
@@ -341,7 +342,7 @@ def test_an_argument_with_a_default_may_change_what_is_done() -> None:
     model = Optional()
     run = Run(model, torch.empty(IMAGES, device="meta"))
     found = paddings(model, traces(run), SIZES, SIZES)
-    Padded(tuple(p.path for p in found), (), tuple(found)).apply(run)
+    pad(found, SIZES).apply(run)
     assert any(behaves(m, Fitted) for m in model.modules())
     assert model(torch.randn(IMAGES), features=True).shape[1] == 6
 
@@ -360,7 +361,7 @@ def test_parts_of_what_cannot_be_traced() -> None:
     model = Outside()
     run = Run(copy.deepcopy(model), torch.empty(IMAGES, device="meta"))
     found = paddings(run.model, traces(run), SIZES, SIZES)
-    Padded(tuple(p.path for p in found), (), tuple(found)).apply(run)
+    pad(found, SIZES).apply(run)
     assert channels_seen(run.model, torch.randn(IMAGES))["body.3"] == 8
     assert channels_seen(run.model, torch.randn(IMAGES))["head"] == 9
     assert tilefit.verify(model, run.model, torch.randn(IMAGES)).ok
@@ -498,7 +499,7 @@ def found(model: nn.Module, *shape: int, channels_last: bool = True) -> list[obj
     x = torch.empty(shape, device="meta")
     run = Run(model.to("meta"), (x,), StepOptions(amp="bf16", channels_last=channels_last)).on_meta()
     step = run.capture()
-    return list(PadChannels().find(Context(step, gpu, estimate_step(step, gpu), run)))
+    return list(pad_channels.find(Context(step, gpu, estimate_step(step, gpu), run)))
 
 
 def odd() -> nn.Sequential:
@@ -527,7 +528,7 @@ def test_odd_channels_are_worth_padding() -> None:
 
 def test_a_healthy_network_has_nothing_to_pad() -> None:
     model = torchvision.models.resnet50()
-    assert [c for c in found(model, 64, 3, 224, 224) if isinstance(c, Padded) and len(c.modules) > 1] == []
+    assert [c for c in found(model, 64, 3, 224, 224) if isinstance(c, ChangeSet) and len(c.modules) > 1] == []
 
 
 def test_what_is_padded_is_not_found_again() -> None:

@@ -19,7 +19,7 @@ from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.fixes import ChangeSet, Context, Plan, Refusal, Run
 from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.channels_last import ChannelsLast, InChannelsLast
+from tilefit.fixes.channels_last import run_channels_last
 from tilefit.fixes.layers import Fitted
 from tilefit.options import StepOptions
 
@@ -48,12 +48,12 @@ def found(model: nn.Module, x: torch.Tensor | None = None, amp: str = "bf16") ->
     (gpu,) = resolve("h200")
     run = Run(model, torch.empty(IMAGES) if x is None else x, StepOptions(amp=amp)).on_meta()
     step = run.capture()
-    return list(ChannelsLast().find(Context(step, gpu, estimate_step(step, gpu), run)))
+    return list(run_channels_last.find(Context(step, gpu, estimate_step(step, gpu), run)))
 
 
-def change(model: nn.Module, x: torch.Tensor | None = None) -> InChannelsLast:
+def change(model: nn.Module, x: torch.Tensor | None = None) -> ChangeSet:
     (candidate,) = found(model, x)
-    assert isinstance(candidate, InChannelsLast)
+    assert isinstance(candidate, ChangeSet)
     return candidate
 
 

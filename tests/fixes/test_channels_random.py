@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tilefit
-from tilefit.fixes.channels_last import InChannelsLast
-from tilefit.fixes.layers import Padded
+from tilefit.fixes.layers import in_channels_last, padded
 from tilefit.fixes.paths import paddings, traces
 from tilefit.fixes.run import Run
 
@@ -165,7 +164,7 @@ def test_padding_keeps_the_function(program: list[Any], sizes: list[int], nhwc: 
     run = Run(fixed)
     if nhwc:
         names = [name for name, m in fixed.named_modules() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
-        InChannelsLast(tuple(names)).apply(run)
-    Padded(tuple(p.path for p in what), tuple(chosen.items()), tuple(what)).apply(run)
+        in_channels_last(tuple(names)).apply(run)
+    padded(what, chosen).apply(run)
     result = tilefit.verify(net, fixed, torch.randn(2, 3, 5, 4, dtype=torch.double), steps=2)
     assert result.ok, result

@@ -1,4 +1,4 @@
-"""Compilation is chosen where its fusion is predicted to pay, and can be taken back."""
+"""compilation is chosen where its fusion is predicted to pay, and can be taken back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 import tilefit
 from encoders import Encoder
-from tilefit.fixes.attention import Fusion
+from tilefit.fixes.attention import fusing
 from tilefit.fixes.behaviour import behaviours
-from tilefit.fixes.compiled import DEFAULT, REDUCE_OVERHEAD, Compilation
 from tilefit.fixes.run import Run
+from tilefit.fixes.settings import DEFAULT, REDUCE_OVERHEAD, compilation
 
 
 class Gated(nn.Module):
@@ -40,7 +40,7 @@ def test_chains_of_streaming_operations_are_compiled() -> None:
     model = Gated()
     found = plan(model, 1 << 20)
     assert [fix.name for fix in found.fixes] == ["compile"]
-    assert found.candidates == (Compilation((), DEFAULT),)
+    assert found.candidates == (compilation(DEFAULT),)
     assert found.run.options.compile
     assert found.speedup > 1.5
     assert model._compiled_call_impl is not None
@@ -61,7 +61,7 @@ def test_a_model_of_pytorchs_own_modules_is_one_graph(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "compile", lambda function, mode: compiler(function, backend=backend))
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 8)))
-    edits = Compilation((), DEFAULT).apply(Run(model, (torch.randn(2, 8),)))
+    edits = compilation(DEFAULT).apply(Run(model, (torch.randn(2, 8),)))
     model(torch.randn(2, 8))
     assert graphs == [3]
     edits.undo()
@@ -72,7 +72,7 @@ def test_hooks_that_come_later_are_called(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "compile", lambda function, mode: compiler(function, backend="eager"))
     torch._dynamo.reset()
     model, x, seen = Gated(), torch.randn(2, 512), []
-    Compilation((), DEFAULT).apply(Run(model, (x,)))
+    compilation(DEFAULT).apply(Run(model, (x,)))
     model(x)
     model.register_forward_hook(lambda module, inputs, output: seen.append(output))
     model(x)
@@ -81,7 +81,7 @@ def test_hooks_that_come_later_are_called(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_step_that_waits_for_the_host_gets_graphs() -> None:
     found = plan(Gated(), 64)
-    assert found.candidates == (Compilation((), REDUCE_OVERHEAD),)
+    assert found.candidates == (compilation(REDUCE_OVERHEAD),)
     assert "reduce-overhead" in found.fixes[0].summary
 
 
@@ -101,9 +101,9 @@ def test_on_top_of_fused_attention_it_is_priced_as_it_will_run() -> None:
     kernels = []
     for fixes in (
         [],
-        [Fusion(("0",))],
-        [Compilation((), DEFAULT)],
-        [Fusion(("0",)), Compilation((), DEFAULT)],
+        [fusing(("0",))],
+        [compilation(DEFAULT)],
+        [fusing(("0",)), compilation(DEFAULT)],
     ):
         run = Run(nn.Sequential(Attention()), torch.empty(2, 64, 64, requires_grad=True)).on_meta()
         for fix in fixes:
@@ -133,7 +133,7 @@ def test_a_model_to_be_compiled_anyway_is_left_to_that() -> None:
 
 
 def test_a_model_to_be_compiled_anyway_gets_graphs_where_it_waits_for_the_host() -> None:
-    assert plan(Gated(), 64, compile=True).candidates == (Compilation((), REDUCE_OVERHEAD),)
+    assert plan(Gated(), 64, compile=True).candidates == (compilation(REDUCE_OVERHEAD),)
 
 
 def test_what_the_compiler_pads_at_a_price_is_padded_for_good() -> None:
@@ -176,7 +176,7 @@ def test_graphs_that_the_compiler_makes_are_not_missed() -> None:
     found = tilefit.optimize(
         Gated(), torch.empty(64, 512), gpu="h200", amp="bf16", select=["compile", "cuda-graph"]
     )
-    assert found.candidates == (Compilation((), REDUCE_OVERHEAD),)
+    assert found.candidates == (compilation(REDUCE_OVERHEAD),)
     assert not found.refused
     alone = tilefit.optimize(Gated(), torch.empty(64, 512), gpu="h200", amp="bf16", select=["cuda-graph"])
     assert "Python" in alone.refused[0].reason

@@ -13,10 +13,10 @@ from torch import nn
 
 import tilefit
 from tilefit.capture.torchvision_import import tolerated
-from tilefit.fixes.cuda_graph import Graph, _leaves_of_our_own, _State
+from tilefit.fixes import strip
+from tilefit.fixes.cuda_graph import GRAPH, _leaves_of_our_own, _State
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.run import Run
-from tilefit.fixes.stripping import strip
 
 
 def network() -> nn.Sequential:
@@ -25,7 +25,7 @@ def network() -> nn.Sequential:
 
 
 def graphed(model: nn.Module) -> nn.Module:
-    Graph(()).apply(Run(model))
+    GRAPH.apply(Run(model))
     return model
 
 
@@ -109,7 +109,7 @@ def test_copies() -> None:
 def test_undo() -> None:
     model = network()
     run = Run(model)
-    edits = Graph(()).apply(run)
+    edits = GRAPH.apply(run)
     assert run.cuda_graph
     edits.undo()
     assert not run.cuda_graph

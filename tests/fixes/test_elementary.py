@@ -14,9 +14,9 @@ from torch import nn
 import tilefit
 from fixing import fixed
 from tilefit.capture import capture
-from tilefit.fixes.elementary import FusedModules, recognised
+from tilefit.fixes import ChangeSet
+from tilefit.fixes.elementary import Elementary, recognised
 from tilefit.fixes.run import Run
-from tilefit.options import StepOptions
 
 
 class WrittenGelu(nn.Module):
@@ -145,11 +145,16 @@ def test_functions_that_are_others_elsewhere(kind: type[nn.Module]) -> None:
     assert recognised(kind()) is None
 
 
+def give(model: nn.Module, path: str, found: Elementary | None) -> None:
+    assert found is not None
+    ChangeSet.giving((path,), found, "").apply(Run(model))
+
+
 def test_an_attribute_that_changes_later_counts() -> None:
     original = nn.Sequential(Annealed()).double()
     model = copy.deepcopy(original)
     x = torch.tensor([1.0, 40.0, math.nan, math.inf, -math.inf], dtype=torch.double)
-    FusedModules(("0",), "silu", 0.0).apply(Run(model))
+    give(model, "0", recognised(model[0]))
     for beta in (1.0, 2.0):
         for each in (original, model):
             each[0].beta = beta
@@ -163,10 +168,7 @@ def test_element_types_of_results() -> None:
             original = copy.deepcopy(module).to("meta", weight)
             changed = copy.deepcopy(original)
             found = recognised(changed, "bf16")
-            assert found is not None
-            FusedModules(("",), found.function, found.epsilon).apply(
-                Run(changed, options=StepOptions(amp="bf16"))
-            )
+            give(changed, "", found)
             for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
                 x = torch.empty(shape, dtype=dtype, device="meta")
                 assert changed(x).dtype == original(x).dtype

@@ -16,7 +16,7 @@ import tilefit
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.fixes import fused_loss
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.fused_loss import CompiledLoss, FusedCrossEntropy, FusedLoss
+from tilefit.fixes.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS, CompiledLoss
 from tilefit.fixes.run import Run
 from tilefit.options import StepOptions
 
@@ -42,7 +42,7 @@ def tokens(batch: int = 2, length: int = 16, device: str = "cpu") -> dict[str, t
 def test_on_the_cpu_the_loss_is_what_it_was() -> None:
     original = model(vocab_size=100)
     changed = copy.deepcopy(original)
-    edits = FusedLoss(()).apply(Run(changed))
+    edits = FUSED_LOSS.apply(Run(changed))
     for which in (changed, copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
         assert isinstance(which.loss_function, CompiledLoss)
         assert torch.equal(which(**tokens()).loss, original(**tokens()).loss)
@@ -68,7 +68,7 @@ def test_other_losses_are_refused() -> None:
     changed = model(vocab_size=100)
     changed.loss_function = own_loss
     with pytest.raises(RefusedError, match="own_loss"):
-        FusedLoss(()).apply(Run(changed))
+        FUSED_LOSS.apply(Run(changed))
     assert changed.loss_function is own_loss
 
 
@@ -89,12 +89,12 @@ def test_a_cross_entropy_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledLoss, "__call__", lambda self, *a, **k: calls.append(1) or self.loss(*a, **k))
     original, x, labels = Head(), torch.randn(4, 16), torch.tensor([1, 2, -100, 3])
     changed = copy.deepcopy(original)
-    edits = FusedCrossEntropy(()).apply(Run(changed))
+    edits = FUSED_CROSS_ENTROPY.apply(Run(changed))
     for number, which in enumerate((changed, pickle.loads(pickle.dumps(changed))), 1):
         assert torch.equal(which(x, labels), original(x, labels))
         assert len(calls) == number
     small = Head(100)
-    FusedCrossEntropy(()).apply(Run(small))
+    FUSED_CROSS_ENTROPY.apply(Run(small))
     small(x, labels)
     compiled = torch.compile(changed, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, labels), original(x, labels))
@@ -109,7 +109,7 @@ def test_what_the_compiler_traced_is_not_compiled_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(CompiledLoss, "__call__", lambda self, *a, **k: compiled(*a, **k))
     original, x, labels = Head(), torch.randn(4, 16), torch.tensor([1, 2, -100, 3])
     changed = copy.deepcopy(original)
-    FusedCrossEntropy(()).apply(Run(changed))
+    FUSED_CROSS_ENTROPY.apply(Run(changed))
     for which in (changed, original):
         which(x, labels).backward()
     torch.testing.assert_close(changed.head.weight.grad, original.head.weight.grad)
@@ -132,13 +132,13 @@ def test_nobody_else_meets_what_the_model_calls(monkeypatch: pytest.MonkeyPatch)
     """Nor does another thread, nor anyone after a failure; and a function of somebody else's stays."""
     monkeypatch.setattr(CompiledLoss, "__call__", lambda *args, **options: pytest.fail("compiled"))
     changed = Failing(8)
-    FusedCrossEntropy(()).apply(Run(changed))
+    FUSED_CROSS_ENTROPY.apply(Run(changed))
     x, labels = torch.randn(4, 50000), torch.tensor([1, 2, 3, 4])
     with pytest.raises(ValueError, match="on purpose"):
         changed(x, labels)
     assert F.cross_entropy is PLAIN
     other = Head()
-    FusedCrossEntropy(()).apply(Run(other))
+    FUSED_CROSS_ENTROPY.apply(Run(other))
     monkeypatch.setattr(F, "cross_entropy", lambda *args, **options: x.sum())
     assert other(torch.randn(4, 16), labels) == x.sum()
 
@@ -146,7 +146,7 @@ def test_nobody_else_meets_what_the_model_calls(monkeypatch: pytest.MonkeyPatch)
 def test_a_small_loss_beside_it_is_captured_as_ever() -> None:
     original = Head(100)
     changed = copy.deepcopy(original)
-    FusedCrossEntropy(()).apply(Run(changed))
+    FUSED_CROSS_ENTROPY.apply(Run(changed))
     inputs = torch.empty(4, 16, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
     steps = [Run(which, inputs, StepOptions(amp="bf16")).capture() for which in (original, changed)]
     assert [op.name for op in steps[0].ops] == [op.name for op in steps[1].ops]
@@ -156,7 +156,7 @@ def test_the_plan_finds_a_cross_entropy_in_the_model() -> None:
     x = torch.empty(1 << 14, 16, device="meta")
     labels = torch.zeros(1 << 14, dtype=torch.int64, device="meta")
     found = plan(Head(), (x, labels))
-    assert found.candidates == (FusedCrossEntropy(()),)
+    assert found.candidates == (FUSED_CROSS_ENTROPY,)
     assert found.speedup > 1.2
 
 
@@ -169,7 +169,7 @@ def test_the_plan_saves_time_and_memory() -> None:
     (fix,) = found.fixes
     assert fix.gain_s > 0
     assert found.after_bytes < 0.7 * found.before_bytes
-    assert found.candidates == (FusedLoss(()),)
+    assert found.candidates == (FUSED_LOSS,)
     assert isinstance(found.model.loss_function, CompiledLoss)
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilefit.fixes import Run
 from tilefit.fixes.interior import traced
-from tilefit.fixes.layers import Padded
+from tilefit.fixes.layers import padded as pad
 from tilefit.fixes.paths import by_itself, chains, paddings, traces
 
 SIZES = {13: 16, 21: 24}
@@ -55,18 +55,14 @@ def padded(model: nn.Module) -> nn.Module:
     """A copy in which 13 features or channels are padded wherever they can be."""
     run = Run(copy.deepcopy(model))
     if any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        found = tuple(paddings(run.model, traces(run), SIZES, SIZES))
-        Padded(tuple(p.path for p in found), tuple(SIZES.items()), found).apply(run)
+        pad(paddings(run.model, traces(run), SIZES, SIZES), SIZES).apply(run)
         return run.model
     layers = {path: m for path, m in run.model.named_modules() if isinstance(m, nn.Linear)}
-    made = {path: by_itself(path, layer, SIZES, SIZES) for path, layer in layers.items()}
-    made = {path: padding for path, padding in made.items() if padding is not None}
-    for each in chains(run.model, made, 13):
-        own = made[each.path]
-        takes = own.takes if each.takes is None else each.takes
-        gives = own.gives if each.gives is None else each.gives
-        made[each.path] = replace(own, takes=takes, gives=gives)
-    Padded(tuple(made), tuple(SIZES.items()), tuple(made.values())).apply(run)
+    found = {path: by_itself(layer, SIZES, SIZES) for path, layer in layers.items()}
+    made = {path: wide for path, wide in found.items() if wide is not None}
+    for path, each in chains(run.model, made, 13, 16).items():
+        made[path] = made[path].along(each)
+    pad(made, SIZES).apply(run)
     return run.model
 
 
@@ -531,10 +527,10 @@ def _ask_a_buffer(model: Between, x: torch.Tensor) -> torch.Tensor:
 )
 def test_what_is_handed_on_is_not_padded(between: Callable[[Between, torch.Tensor], torch.Tensor]) -> None:
     model = Between(between)
-    assert chains(model, ("first", "second"), 13) == []
+    assert chains(model, ("first", "second"), 13, 16) == {}
     assert model.kept is None
     assert model.store == {}
-    assert chains(Between(lambda model, x: torch.exp(x) + 1), ("first", "second"), 13)
+    assert chains(Between(lambda model, x: torch.exp(x) + 1), ("first", "second"), 13, 16)
 
 
 @dataclass

@@ -20,7 +20,7 @@ import tilefit
 from fixing import fixed
 from tilefit.fixes import Plan
 from tilefit.fixes.behaviour import behaves, behaviours
-from tilefit.fixes.layers import Fitted
+from tilefit.fixes.layers import Fitted, WideNorm
 from tilefit.fixes.padding import wide_size
 
 pytestmark = pytest.mark.usefixtures("any_size")
@@ -234,6 +234,21 @@ class Optional(Gated):
         return self.down(h if scale is None else h * scale)
 
 
+class Normed(Gated):
+    """A batch norm, which takes more dimensions than the features, too."""
+
+    def __init__(self, length: int = 0) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(length or 21)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.norm(self.gate(x))))
+
+
+def undropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 21), nn.ReLU(), nn.Dropout(0.0), nn.Linear(21, 16))
+
+
 def dropped() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 21), nn.ReLU(), nn.Dropout(0.5), nn.Linear(21, 16))
 
@@ -251,6 +266,8 @@ def hooked() -> nn.Module:
         (Leaking, False),
         (InEvaluation, False),
         (Optional, False),
+        (Normed, True),
+        (undropped, True),
         (dropped, False),
         (hooked, False),
     ],
@@ -259,9 +276,18 @@ def test_columns_stay_where_nothing_else_sees_them(build: Callable[[], nn.Module
     model = build().double()
     changed = padded(model, torch.empty(8192, 16, device="meta"))
     x = torch.randn(5, 16, dtype=torch.double)
-    assert is_handed_on(changed, x) == chained
+    assert is_handed_on(copy.deepcopy(changed), x) == chained  # which a norm would count
     result = tilefit.verify(model, changed, x)
     assert result.ok, result
+
+
+@pytest.mark.parametrize("length", [7, 21, 24])
+def test_a_norm_over_another_dimension_than_the_padded_one(length: int) -> None:
+    """21 features are padded to 24: where the norm has as many, these are not the features."""
+    model = Normed(length).double()
+    changed = padded(model, torch.empty(8192, length, 16, device="meta"))
+    assert behaves(changed.norm, WideNorm)
+    assert tilefit.verify(model, changed, torch.randn(5, length, 16, dtype=torch.double)).ok
 
 
 def test_columns_that_are_no_zeros_on_the_way_do_no_harm() -> None:

@@ -15,7 +15,7 @@ import tilefit
 from encoders import Encoder, SelfAttention
 from tilefit.capture import capture
 from tilefit.fixes import Plan
-from tilefit.fixes.masks import ContiguousMasks
+from tilefit.fixes.attention import with_contiguous_masks
 from tilefit.fixes.run import Run
 from tilefit.ops import Attention, Step
 from tilefit.options import StepOptions
@@ -151,7 +151,7 @@ def test_other_arguments_are_the_callers() -> None:
     model, x = Cached(32, 2, 0.0), torch.randn(2, 16, 32)
     mask = torch.ones(16, 1, dtype=torch.bool).expand(16, 16)
     run = Run(nn.Sequential(model), options=StepOptions(amp="bf16"))
-    ContiguousMasks(("0",), ((1, "mask"),)).apply(run)
+    with_contiguous_masks(("0",), ((1, "mask"),)).apply(run)
     for arguments in ({}, {"mask": mask}):
         cache = torch.zeros(2, 32, 16).transpose(1, 2)
         given = (x,) if arguments else (x, mask)
@@ -166,7 +166,7 @@ def test_a_mask_that_is_written_to_is_the_callers() -> None:
 
     model, mask = nn.Sequential(Writing()), torch.rand(4, 6).t()
     expected = mask.masked_fill(mask > 0.5, 2.0)
-    ContiguousMasks(("0",), ((0, "mask"),)).apply(Run(model))
+    with_contiguous_masks(("0",), ((0, "mask"),)).apply(Run(model))
     torch.testing.assert_close(model[0](mask), expected)
     torch.testing.assert_close(mask, expected)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import tilefit
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.optimizer import FusedOptimizer
 from tilefit.fixes.run import Run
+from tilefit.fixes.settings import fused
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -46,7 +46,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     model = nn.Identity()
     for group in optimizer.param_groups:
         model._parameters.update({str(id(p)): p for p in group["params"]})
-    return FusedOptimizer((), "adamw").apply(Run(model, live_optimizer=optimizer)).undo
+    return fused("adamw").apply(Run(model, live_optimizer=optimizer)).undo
 
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:

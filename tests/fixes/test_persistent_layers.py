@@ -84,4 +84,4 @@ def test_without_what_the_kernels_need_nothing_changes(monkeypatch: pytest.Monke
     assert planned(nn.GRU(32, 320))[1].fixes  # a plan for another machine
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RefusedError, match="cuda-bindings"):
-        persistent_layers.Persistent(("layer",)).apply(Run(Tagger(nn.GRU(32, 320)), ()))
+        persistent_layers.persistent(("layer",)).apply(Run(Tagger(nn.GRU(32, 320)), ()))

@@ -16,7 +16,7 @@ from behaving import Change, Faster, Slow, nothing
 from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes import ChangeSet, Context, Fix, Run, Stage, planner, registry
 from tilefit.fixes.behaviour import behaviours
-from tilefit.fixes.fix import Several
+from tilefit.fixes.fix import Several, fix
 
 # So many rows that the GPU is what a step waits for.
 X = torch.empty(131072, 1024, device="meta")
@@ -30,13 +30,13 @@ def slow(count: int = 1) -> nn.Sequential:
 class Dropping(Faster):
     """Leaves them out: faster yet, and wrong."""
 
-    name = "drop"
+    called = "drop"
     does = staticmethod(nothing)
 
 
 class Unsafe(Faster):
-    name = "unsafe-faster"
-    level = "unsafe"
+    called = "unsafe-faster"
+    of_level = "unsafe"
 
 
 class Talkative(Faster):
@@ -261,15 +261,10 @@ def test_what_is_done_is_told(only) -> None:
     assert told == ["Pricing the step as it is", "Pricing faster", "Proving faster"]
 
 
-class Together(Fix):
+@fix("run", stage=Stage.RUN)
+def together(context: Context) -> list[ChangeSet]:
     """A way to run the program that calls for changes of the model."""
-
-    name = "run"
-    rules = ()
-    stage = Stage.RUN
-
-    def find(self, context: Context) -> list[ChangeSet]:
-        return [] if context.run.cuda_graph else [Replayed(())]
+    return [] if context.run.cuda_graph else [Replayed(())]
 
 
 class Replayed(Change):
@@ -281,12 +276,12 @@ class Replayed(Change):
 
 
 class OnlyThen(Faster):
-    def find(self, context: Context) -> Any:
+    def found(self, context: Context) -> Any:
         return self.changes(context) if context.run.cuda_graph else ()
 
 
 def test_what_only_a_way_to_run_calls_for_is_made_with_it(only) -> None:
-    only(Together(), OnlyThen())
+    only(together, OnlyThen())
     plan = optimize(slow(), torch.empty(64, 1024, device="meta"))
     assert [fix.name for fix in plan.fixes] == ["run"]
     assert isinstance(plan.candidates[0], Several)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import tilefit
-from tilefit.fixes.precision import Autocast
 from tilefit.fixes.run import Run
+from tilefit.fixes.settings import AUTOCAST
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_mixed_precision_is_worth_more_and_leaves_tf32_nothing() -> None:
 def test_autocast_goes_with_the_model() -> None:
     original = model()
     changed = copy.deepcopy(original)
-    Autocast(()).apply(Run(changed))
+    AUTOCAST.apply(Run(changed))
     x = torch.randn(4, 1024)
     for which in (changed, copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
         y = which(x)

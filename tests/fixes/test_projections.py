@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import tilefit
 from tilefit.fixes.behaviour import behaviours
 from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.projections import Merging
+from tilefit.fixes.projections import merging
 from tilefit.fixes.run import Run
 from tilefit.ops import OPTIMIZER
 from tilefit.options import StepOptions
@@ -51,7 +51,7 @@ def made() -> nn.Module:
 
 def merged(model: nn.Module, least_rows: int = 0, names: tuple[str, ...] = ("q", "k", "v")) -> nn.Module:
     model = copy.deepcopy(model)
-    Merging(names, (names,), least_rows).apply(Run(model))
+    merging(model, (names,), least_rows).apply(Run(model))
     return model
 
 
@@ -162,7 +162,7 @@ def test_nothing_is_kept_after_a_call() -> None:
 
 def test_undo() -> None:
     model = made()
-    edits = Merging(("q", "k"), (("q", "k"),), 0).apply(Run(model))
+    edits = merging(model, (("q", "k"),), 0).apply(Run(model))
     assert behaviours(model.q)
     edits.undo()
     assert not any(behaviours(each) for each in model.modules())
@@ -214,7 +214,7 @@ def test_the_optimizer_sees_the_parameters_that_are_there(fused: bool) -> None:
         return [(entry.name, entry.op) for entry in run.capture().ops if entry.phase == OPTIMIZER]
 
     before = work()
-    Merging(("q", "k", "v"), (("q", "k", "v"),), 1).apply(run)
+    merging(run.model, (("q", "k", "v"),), 1).apply(run)
     assert any(entry.name == "aten.cat" for entry in run.capture().ops)
     assert work() == before != []
 

@@ -17,7 +17,7 @@ import tilefit
 from tilefit.fixes.behaviour import behaviours
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.run import Run
-from tilefit.fixes.time_steps import Stepping
+from tilefit.fixes.time_steps import stepping
 
 Take = Callable[[torch.Tensor], Iterable[torch.Tensor]]
 
@@ -63,7 +63,7 @@ def made(take: Take = TAKES["time first"][0]) -> nn.Module:
 
 def stepped(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
-    Stepping(("ih",)).apply(Run(model))
+    stepping("ih").apply(Run(model))
     return model
 
 
@@ -108,7 +108,7 @@ def test_gradients_reach_what_made_the_sequence() -> None:
     torch.manual_seed(0)
     original = Embedded().double()
     model = copy.deepcopy(original)
-    Stepping(("inner.ih",)).apply(Run(model))
+    stepping("inner.ih").apply(Run(model))
     result = tilefit.verify(original, model, torch.randint(0, 20, (3, 9)))
     assert result.ok, result
 
@@ -185,7 +185,7 @@ def test_copies_checkpoints_and_the_compiler() -> None:
 
 def test_undo() -> None:
     model = made()
-    edits = Stepping(("ih",)).apply(Run(model))
+    edits = stepping("ih").apply(Run(model))
     edits.undo()
     assert not any(behaviours(each) for each in model.modules())
 
@@ -220,7 +220,7 @@ def test_cells_are_refused() -> None:
     assert not found.fixes
     assert any("LSTMCell" in refused.reason for refused in found.refused)
     with pytest.raises(RefusedError):
-        Stepping(("cell",)).apply(Run(Cell()))
+        stepping("cell").apply(Run(Cell()))
 
 
 def test_a_layer_that_is_called_once_is_left_alone() -> None:

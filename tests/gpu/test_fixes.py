@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import tilefit
-from tilefit.fixes.attention import Fusion
-from tilefit.fixes.compiled import REDUCE_OVERHEAD, Compilation
-from tilefit.fixes.cuda_graph import Graph
-from tilefit.fixes.fused_loss import FusedCrossEntropy, FusedLoss
-from tilefit.fixes.optimizer import FusedOptimizer
-from tilefit.fixes.projections import Merging
+from tilefit.fixes.attention import fusing
+from tilefit.fixes.cuda_graph import GRAPH
+from tilefit.fixes.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS
+from tilefit.fixes.projections import merging
 from tilefit.fixes.run import Run
+from tilefit.fixes.settings import REDUCE_OVERHEAD, compilation, fused
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +65,7 @@ def test_attention(masked: Callable[..., torch.Tensor], dtype: Any) -> None:
     amp, dtype = ("bf16", torch.float32) if dtype == "autocast" else ("", dtype)
     original = Attention(masked, 0.0)
     fused = copy.deepcopy(original)
-    Fusion(("",)).apply(Run(fused))
+    fusing(("",)).apply(Run(fused))
     mask = torch.ones(3, 128, dtype=torch.bool)
     mask[1, 100:] = False
     mask[2] = masked is not padding  # no key at all: equal weights
@@ -79,7 +78,7 @@ def test_attention(masked: Callable[..., torch.Tensor], dtype: Any) -> None:
 def test_dropout_drops_as_many() -> None:
     torch.manual_seed(0)
     fused = Attention(causal, 0.3).cuda()
-    Fusion(("",)).apply(Run(fused))
+    fusing(("",)).apply(Run(fused))
     x, mask = torch.randn(8, 128, 256, device="cuda"), torch.ones(8, 128, dtype=torch.bool, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         drawn = torch.stack([fused(x, mask).float() for _ in range(200)])
@@ -99,7 +98,7 @@ def network() -> nn.Sequential:
 
 
 def graphed(model: nn.Module) -> nn.Module:
-    Graph(()).apply(Run(model))
+    GRAPH.apply(Run(model))
     return model
 
 
@@ -244,7 +243,7 @@ def test_the_fused_optimizer_goes_on_from_a_half_trained_one() -> None:
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
     for number, x in enumerate(batches(8)):
         if number == 4:
-            FusedOptimizer((), "adamw").apply(Run(models[1], live_optimizer=optimizers[1]))
+            fused("adamw").apply(Run(models[1], live_optimizer=optimizers[1]))
         for model, optimizer in zip(models, optimizers, strict=True):
             model(x).square().mean().backward()
             optimizer.step()
@@ -257,7 +256,7 @@ def test_the_fused_optimizer_goes_on_from_a_half_trained_one() -> None:
 def test_a_compiled_model_trains_as_before() -> None:
     original = network()
     model = copy.deepcopy(original)
-    Compilation((), REDUCE_OVERHEAD).apply(Run(model))
+    compilation(REDUCE_OVERHEAD).apply(Run(model))
     xs = batches(6)
     expected, found = train(original, xs, amp=False), train(model, xs, amp=False)
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-3, atol=1e-5)
@@ -269,7 +268,7 @@ def test_the_compiled_loss_is_the_loss() -> None:
     torch.manual_seed(0)
     original = transformers.GPT2LMHeadModel(config).cuda().eval()
     changed = copy.deepcopy(original)
-    FusedLoss(()).apply(Run(changed))
+    FUSED_LOSS.apply(Run(changed))
     ids = torch.randint(0, config.vocab_size, (8, 64), device="cuda")
     labels = ids.clone()
     labels[:, 40:] = -100
@@ -302,7 +301,7 @@ def test_a_compiled_cross_entropy_is_a_cross_entropy(amp: str) -> None:
     torch.manual_seed(0)
     original = Head()
     changed = copy.deepcopy(original)
-    FusedCrossEntropy(()).apply(Run(changed))
+    FUSED_CROSS_ENTROPY.apply(Run(changed))
     inputs = (torch.randn(96, 64), torch.randint(0, 20000, (96,)))
     result = tilefit.verify(original, changed, inputs, amp=amp, dtype=torch.float32, device="cuda")
     assert result.ok, result
@@ -324,7 +323,7 @@ class Projections(nn.Module):
 def test_merged_projections(amp: str) -> None:
     original = Projections()
     changed = copy.deepcopy(original)
-    Merging(("q", "k"), (("q", "k"),), 0).apply(Run(changed))
+    merging(changed, (("q", "k"),), 0).apply(Run(changed))
     x = torch.randn(64, 96)
     result = tilefit.verify(original, changed, x, amp=amp, dtype=torch.float32, device="cuda")
     assert result.ok, result

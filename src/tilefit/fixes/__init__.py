@@ -2,11 +2,10 @@
 
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
-from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
+from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix, strip
 from tilefit.fixes.planner import optimize
 from tilefit.fixes.registry import all_fixes
 from tilefit.fixes.run import Run
-from tilefit.fixes.stripping import strip
 from tilefit.fixes.verification import Difference, Verification, verify
 
 __all__ = [

@@ -10,26 +10,64 @@ from __future__ import annotations
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import nn
 
 from tilefit.errors import TilefitError
 from tilefit.fixes.assumed import OF_CHANGED, Assumed
 
 
+class RefusedError(TilefitError):
+    """A fix cannot be applied here without risk; the message is the reason, as a sentence without a stop."""
+
+
+def refuse(when: Any, why: str) -> None:
+    """Refuse a change where something speaks against it.
+
+    Raises:
+        RefusedError: it does.
+    """
+    if when:
+        raise RefusedError(why)
+
+
 class Behaviour(ABC):
-    """A way to compute what a module computes. Instances are data that can be copied and pickled, and keep
-    nothing from one call to the next."""
+    """A way to compute what a module computes. Instances are data that can be copied, compared and pickled,
+    and keep nothing from one call to the next."""
 
     #: It computes the module's function itself, as long as that is the one it was. Others call ``forward``,
     #: and run around such a one.
     is_innermost: ClassVar[bool] = False
+    #: From one seed the changed module draws the same random numbers (dropout) as the original.
+    same_random_numbers: ClassVar[bool] = True
 
     @abstractmethod
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``forward(*args, **kwargs)``, the module's own, would return."""
+
+    def require(self, module: nn.Module, path: str) -> None:
+        """Check that it can be given to a module.
+
+        Raises:
+            RefusedError: it cannot.
+        """
+        require_changeable(module, path)
+        refuse(behaves(module, type(self)), f"{path or 'the model'} was changed in this way before")
+
+    def beside(self, module: nn.Module) -> tuple[Behaviour, Behaviour | None]:
+        """What a module is given, and of what it has that which it takes the place of."""
+        return self, None
+
+
+@dataclass(frozen=True)
+class Part:
+    """In the data of a behaviour that is not given yet: a module of the model."""
+
+    path: str
 
 
 class Changed:
@@ -168,3 +206,14 @@ def is_replaced(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return forward is not None and not (code is _run.__code__ and forward.__self__ is module)
+
+
+def require_changeable(module: nn.Module, path: str) -> None:
+    """Check that some behaviour can be given to a module.
+
+    Raises:
+        RefusedError: it is compiled by TorchScript, or its ``forward`` was replaced.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise RefusedError(f"{path or 'the model'} is compiled by TorchScript")
+    refuse(is_replaced(module), f"the forward method of {path or 'the model'} was replaced")

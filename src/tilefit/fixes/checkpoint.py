@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tilefit import units
 from tilefit.cost.recompute import CALL_S, NORMALIZATION, Recompute, Recomputed
-from tilefit.fixes.behaviour import Behaviour, behaviours
+from tilefit.fixes.behaviour import Behaviour
 from tilefit.fixes.calls import is_transformed
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
-from tilefit.fixes.modules import behave, require_changeable, submodule
+from tilefit.fixes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix
+from tilefit.fixes.modules import submodule
 from tilefit.fixes.run import Run
 
 #: What is aimed at, as shares of the budget: what a choice takes is predicted first, and captured then.
@@ -37,6 +37,11 @@ class Checkpoint(Behaviour):
     of its batches are put aside, so that a batch counts once; a cache that the module adds to is given to the
     second call as it was before the first.
     """
+
+    def require(self, module: nn.Module, path: str) -> None:
+        super().require(module, path)
+        if reason := unfit(module):
+            raise RefusedError(f"{path} {reason}")
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or is_transformed():
@@ -121,10 +126,7 @@ class Checkpointed(ChangeSet):
         return f"{what}: {saved} less for {units.seconds(self.extra_s)} of GPU time."
 
     def make(self, run: Run, edits: Edits) -> None:
-        for path in self.modules:
-            if reason := unfit(submodule(run.model, path)):
-                raise RefusedError(f"{path} {reason}")
-        behave(run, edits, self.modules, Checkpoint())
+        ChangeSet.giving(self.modules, Checkpoint(), "").make(run, edits)
 
 
 def unfit(module: nn.Module) -> str:
@@ -143,7 +145,8 @@ def unfit(module: nn.Module) -> str:
     return ""
 
 
-class CheckpointFix(Fix):
+@fix("checkpoint", "BAT002", stage=Stage.FIT)
+def compute_again(context: Context) -> Found:
     """Wraps modules in ``torch.utils.checkpoint`` where a training step needs more memory than it may take.
 
     What autograd keeps of such a module between its forward and its backward pass is dropped and computed
@@ -157,23 +160,17 @@ class CheckpointFix(Fix):
     statistics of normalisation, which are put aside while the module runs again), or parameters that they
     use twice.
     """
-
-    name = "checkpoint"
-    rules = ("BAT002",)
-    stage = Stage.FIT
-
-    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
-        step, budget = context.step, context.run.budget_bytes(context.gpu)
-        memory = step.memory
-        if not step.settings.training or memory.peak_bytes <= budget or not memory.timeline.events:
-            return
-        search = Recompute(step, context.estimate.ops, lambda path: _is_fit(context.run.model, path))
-        tried: set[tuple[str, ...]] = set()
-        for aim in _AIMS:
-            found = search.within(aim * budget)
-            if found.modules and found.modules not in tried:
-                tried.add(found.modules)
-                yield changed(found, memory.peak_bytes)
+    step, budget = context.step, context.run.budget_bytes(context.gpu)
+    memory = step.memory
+    if not step.settings.training or memory.peak_bytes <= budget or not memory.timeline.events:
+        return
+    search = Recompute(step, context.estimate.ops, lambda path: _is_fit(context.run.model, path))
+    tried: set[tuple[str, ...]] = set()
+    for aim in _AIMS:
+        found = search.within(aim * budget)
+        if found.modules and found.modules not in tried:
+            tried.add(found.modules)
+            yield changed(found, memory.peak_bytes)
 
 
 def changed(found: Recomputed, peak_bytes: int) -> Checkpointed:
@@ -185,8 +182,7 @@ def changed(found: Recomputed, peak_bytes: int) -> Checkpointed:
 
 def _is_fit(model: nn.Module, path: str) -> bool:
     try:
-        module = submodule(model, path)
-        require_changeable(module, path)
+        Checkpoint().require(submodule(model, path), path)
     except RefusedError:
         return False
-    return not unfit(module) and not any(isinstance(each, Checkpoint) for each in behaviours(module))
+    return True

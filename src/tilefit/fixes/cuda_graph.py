@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tilefit.fixes.assumed import Assumed
-from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
+from tilefit.fixes.behaviour import Behaviour, behaviours, require_changeable
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
+from tilefit.fixes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix, refuse
 from tilefit.fixes.interior import are_all_watched, has_hooks
 from tilefit.fixes.run import Run
 
@@ -39,23 +39,8 @@ _OURS = "tilefit.fixes."
 _NOT = "torchvision.models.detection."
 
 
-@dataclass(frozen=True)
-class Graph(ChangeSet):
-    """The model as two CUDA graphs, forward and backward."""
-
-    words = (
-        "Replay forward and backward pass as CUDA graphs once a call has been made three times with the same "
-        "sizes; they keep the memory of their activations."
-    )
-
-    def make(self, run: Run, edits: Edits) -> None:
-        require_capturable(run.model)
-        edits.undone_by(lambda: _states.pop(run.model, None))  # with the memory of its activations
-        edits.behave(run.model, Graphed())
-        edits.set(run, "cuda_graph", True)
-
-
-class CudaGraph(Fix):
+@fix("cuda-graph", stage=Stage.RUN)
+def replay_graphs(context: Context) -> Found:
     """Records the kernels of a model that the host cannot launch fast enough, and replays them.
 
     The third call with the same sizes is captured into one CUDA graph for the forward and one for the
@@ -75,15 +60,9 @@ class CudaGraph(Fix):
     Refused: modules with Python of their own (``torch.compile(mode="reduce-overhead")`` captures those,
     with guards), hooks, parametrisations.
     """
-
-    name = "cuda-graph"
-    rules = ()
-    stage = Stage.RUN
-
-    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
-        estimate, run = context.estimate, context.run
-        if not (run.options.compile or run.cuda_graph or estimate.launch_share <= WAITS):
-            yield Graph(())
+    estimate, run = context.estimate, context.run
+    if not (run.options.compile or run.cuda_graph or estimate.launch_share <= WAITS):
+        yield GRAPH
 
 
 def require_capturable(model: nn.Module) -> None:
@@ -100,68 +79,70 @@ def require_capturable(model: nn.Module) -> None:
                 f"{path or 'the model'} is a {kind.__module__}.{kind.__qualname__}, whose Python a CUDA "
                 "graph would not run again"
             )
-        if is_replaced(module):
-            raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
-        if has_hooks(module):
-            raise RefusedError(f"{path or 'the model'} has hooks, which a CUDA graph would not run")
+        require_changeable(module, path)
+        refuse(has_hooks(module), f"{path or 'the model'} has hooks, which a CUDA graph would not run")
 
 
 # ---- while the model runs ----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Graphed(Behaviour):
     """The module, replayed where this very call was captured."""
 
+    def require(self, module: nn.Module, path: str) -> None:
+        require_capturable(module)
+
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _graphed(module, forward, args, kwargs)
+        leaves = (*args, *kwargs.values())
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if tensors and all(tensor.is_meta for tensor in tensors):
+            args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))  # as a replay would
+            return tree_map_only(torch.Tensor, torch.clone, forward(*args, **kwargs))
+        if (
+            not tensors
+            or torch.compiler.is_compiling()
+            or are_all_watched()
+            or not all(type(leaf) in (torch.Tensor, *_PLAIN) for leaf in leaves)
+            or not all(tensor.is_cuda for tensor in tensors)
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            return forward(*args, **kwargs)
+        states = _states.setdefault(module, [])
+        state = next((known for known in states if known.is_now()), None)
+        if state is None:
+            state = _State(module)
+            states.append(state)
+            del states[:-_MOST_STATES]
+        return state.call(forward, args, kwargs)
 
 
-def _graphed(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    leaves = (*args, *kwargs.values())
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if tensors and all(tensor.is_meta for tensor in tensors):
-        args, kwargs = tree_map(_copied, (args, kwargs))  # as a replay would
-        return tree_map(_copied, forward(*args, **kwargs))
-    if (
-        not tensors
-        or torch.compiler.is_compiling()
-        or are_all_watched()
-        or not all(type(leaf) in (torch.Tensor, *_PLAIN) for leaf in leaves)
-        or not all(tensor.is_cuda for tensor in tensors)
-        or torch.cuda.is_current_stream_capturing()
-    ):
-        return forward(*args, **kwargs)
-    states = _states.setdefault(module, [])
-    state = next((known for known in states if known.is_now()), None)
-    if state is None:
-        state = _State(module)
-        states.append(state)
-        del states[:-_MOST_STATES]
-    return state.call(forward, args, kwargs)
+def _forgotten(change: ChangeSet, run: Run, edits: Edits) -> None:
+    """What was captured goes with the fix, and with it the memory of its activations."""
+    edits.undone_by(lambda: _states.pop(run.model, None))
 
 
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+#: The model as two CUDA graphs, forward and backward.
+GRAPH = ChangeSet(
+    (),
+    behaviours=(("", Graphed()),),
+    options=(("cuda_graph", True),),
+    also=_forgotten,
+    words="Replay forward and backward pass as CUDA graphs once a call has been made three times with the "
+    "same sizes; they keep the memory of their activations.",
+)
 
 
 class _State:
     """All that a model's kernels depend on besides the arguments of a call, and the calls captured in it."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
         self._model = weakref.ref(model)  # which is the key by which this is found
-        self._parts = [(m, Assumed.of(m), _runs(m)) for m in modules[1:]]
-        self._own = Assumed.of(model), _runs(model)
-        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
-        self._tensors = [
-            (held, name, tensor, tensor.data_ptr(), tensor.requires_grad)
-            for m in modules
-            for held in (m._parameters, m._buffers)
-            for name, tensor in held.items()
-            if tensor is not None
-        ]
-        self._buffers = list(model.buffers())
-        self._trained = [p for p in model.parameters() if p.requires_grad]
+        _, *self._parts = model.modules()
+        self._as_they_were = [(Assumed.of(each), _runs(each)) for each in model.modules()]
+        # Kept, so that their ids stay their own.
+        self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
+        self._trained = [p for p in self._parameters if p.requires_grad]
         self._seen: dict[Any, int] = {}
         self._captured: dict[Any, _Captured | None] = {}
 
@@ -169,19 +150,8 @@ class _State:
         """Whether the model is in this state."""
         model = self._model()
         assert model is not None  # it is being called
-        return (
-            all(
-                _runs(m) == runs and assumed.holds(m)
-                for m, assumed, runs in [(model, *self._own), *self._parts]
-            )
-            and all(held.get(name) is child for held, name, child in self._children)
-            and all(
-                held.get(name) is tensor
-                and tensor.data_ptr() == address
-                and tensor.requires_grad == needs_gradient
-                for held, name, tensor, address, needs_gradient in self._tensors
-            )
-        )
+        pairs = zip((model, *self._parts), self._as_they_were, strict=True)
+        return all(_runs(module) == runs and assumed.holds(module) for module, (assumed, runs) in pairs)
 
     def call(self, forward: Any, args: Any, kwargs: Any) -> Any:
         key = (*map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()), _modes())
@@ -208,10 +178,17 @@ class _State:
 
 
 def _runs(module: nn.Module) -> Any:
-    """What a call of a module runs: its class, mode, what was put in place of its ``forward``, and hooks."""
+    """What a call of a module runs, and on what: its class, mode, what was put in place of its ``forward``,
+    hooks, parts and tensors."""
     own = vars(module)
     forward, compiled = own.get("forward"), own.get("_compiled_call_impl")
-    return type(module), module.training, id(forward), behaviours(module), id(compiled), has_hooks(module)
+    how = type(module), module.training, id(forward), behaviours(module), id(compiled), has_hooks(module)
+    tensors = [
+        None if tensor is None else (id(tensor), tensor.data_ptr(), tensor.requires_grad)
+        for held in (module._parameters, module._buffers)
+        for tensor in held.values()
+    ]
+    return how, list(module._modules.values()), tensors
 
 
 def _kind(value: Any) -> Any:
@@ -282,7 +259,7 @@ class _Captured:
     def __init__(
         self, forward: Any, args: Any, kwargs: Any, leaves: list[nn.Parameter], trained: list[nn.Parameter]
     ) -> None:
-        own_args, own_kwargs = tuple(map(_own, args)), {name: _own(value) for name, value in kwargs.items()}
+        own_args, own_kwargs = tree_map_only(torch.Tensor, _own, (args, kwargs))
         self.inputs = [leaf for leaf in (*own_args, *own_kwargs.values()) if isinstance(leaf, torch.Tensor)]
         self.sources = [*(leaf for leaf in self.inputs if leaf.requires_grad), *leaves]
         self.trained = trained
@@ -355,10 +332,8 @@ class _Captured:
         return tree_unflatten(outputs, self.spec)
 
 
-def _own(value: Any) -> Any:
+def _own(value: torch.Tensor) -> torch.Tensor:
     """Memory of our own for an input, laid out alike."""
-    if not isinstance(value, torch.Tensor):
-        return value
     return torch.empty_like(value).copy_(value.detach()).requires_grad_(value.requires_grad)
 
 

@@ -20,9 +20,10 @@ class Edits:
     def __init__(self) -> None:
         self._undos: list[Callable[[], Any]] = []
 
-    def behave(self, module: nn.Module, behaviour: Behaviour, old: Behaviour | None = None) -> None:
-        """Give a module a behaviour, in place of one it has, if there is one."""
+    def behave(self, module: nn.Module, behaviour: Behaviour) -> None:
+        """Give a module a behaviour."""
         changed = Changed.of(module)
+        behaviour, old = behaviour.beside(module)
         if old is not None:
             new = tuple(behaviour if each is old else each for each in changed.behaviours)
             self.set(changed, "behaviours", new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,7 @@ from tilefit.capture.run import capture
 from tilefit.fixes.assumed import OF_MODULES, is_plain, outside
 from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
 from tilefit.fixes.calls import autocast_dtype, is_followed
-from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.modules import submodule
-from tilefit.fixes.run import Run
+from tilefit.fixes.fix import ChangeSet, Context, Found, fix
 from tilefit.fixes.verification import ROUNDING, in_double
 from tilefit.ops import FORWARD
 from tilefit.options import StepOptions
@@ -223,31 +220,6 @@ def _is_closed(kind: type[nn.Module]) -> bool:
 # ---- the fixes ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FusedModules(ChangeSet):
-    """Modules that compute one function, from now on by one kernel.
-
-    Attributes:
-        function, epsilon: As in :class:`Elementary`.
-    """
-
-    function: str
-    epsilon: float
-
-    @property
-    def summary(self) -> str:
-        kinds = "normalizations" if self.function == _RMS_NORM else "activations"
-        return f"Compute {listed(self.modules, kinds)} by one kernel, F.{self.function}."
-
-    def make(self, run: Run, edits: Edits) -> None:
-        for path in self.modules:
-            module = submodule(run.model, path)
-            found = recognised(module, run.options.autocast)
-            if found is None or (found.function, found.epsilon) != (self.function, self.epsilon):
-                raise RefusedError(f"{path} does not compute {self.function}")
-            edits.behave(module, found)
-
-
 def _find(context: Context, *, normalizations: bool) -> Iterator[ChangeSet]:
     if context.run.options.compile:  # which makes one kernel of it as well
         return
@@ -256,17 +228,20 @@ def _find(context: Context, *, normalizations: bool) -> Iterator[ChangeSet]:
         if entry.phase == FORWARD:
             names[entry.site.module].append(entry.name)
     modules = dict(context.run.model.named_modules())
-    found: dict[tuple[str, float], list[str]] = defaultdict(list)
+    found: dict[Elementary, list[str]] = defaultdict(list)
     for path, kernels in names.items():
         if path in modules and len(set(kernels)) > 1:  # one kernel a call cannot be bettered
             kernel = recognised(modules[path], context.run.options.autocast)
             if kernel is not None and (kernel.function == _RMS_NORM) == normalizations:
-                found[kernel.function, kernel.epsilon].append(path)
-    for (function, epsilon), paths in found.items():
-        yield FusedModules(tuple(paths), function, epsilon, host_s=HOST_S * len(paths))
+                found[kernel].append(path)
+    kinds = "normalizations" if normalizations else "activations"
+    for kernel, paths in found.items():
+        words = f"Compute {listed(paths, kinds)} by one kernel, F.{kernel.function}."
+        yield ChangeSet.giving(paths, kernel, words, host_s=HOST_S * len(paths))
 
 
-class FuseActivations(Fix):
+@fix("fuse-activations", "PRC004")
+def fuse_activations(context: Context) -> Found:
     """Computes activation functions that are written out, such as GPT-2's GELU, by the kernel PyTorch has.
 
     Written out, a GELU is eight kernels that each read and write the activations, under autocast in fp32
@@ -279,15 +254,11 @@ class FuseActivations(Fix):
     while one of these is another, the module computes its function itself. So it does on the CPU (but for
     fp64), in element types in which it is another function, and under ``torch.compile`` and ``torch.func``.
     """
-
-    name = "fuse-activations"
-    rules = ("PRC004",)
-
-    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
-        yield from _find(context, normalizations=False)
+    yield from _find(context, normalizations=False)
 
 
-class FuseNormalizations(Fix):
+@fix("fuse-normalizations", "PRC004")
+def fuse_normalizations(context: Context) -> Found:
     """Computes root-mean-square normalization that is written out by the kernel PyTorch has.
 
     Written out (``x.float()``, ``pow``, ``mean``, ``rsqrt``, ``mul``, ``mul``) it is six kernels and as many
@@ -298,9 +269,4 @@ class FuseNormalizations(Fix):
     Left alone is what ``fuse-activations`` leaves alone, and outside autocast a call on an element type other
     than the weight's.
     """
-
-    name = "fuse-normalizations"
-    rules = ("PRC004",)
-
-    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
-        yield from _find(context, normalizations=True)
+    yield from _find(context, normalizations=True)

@@ -19,41 +19,33 @@ from torch import fx, nn
 
 from tilefit.fixes.calls import offered, still
 
-#: Elementwise, without random numbers, finite and with a finite derivative at zero.
-_FUNCTIONS: frozenset[Any] = frozenset(
-    [
-        F.relu, F.relu6, F.gelu, F.silu, F.mish, F.elu, F.celu, F.selu, F.leaky_relu, F.hardtanh,
-        F.hardswish, F.hardsigmoid, F.sigmoid, F.tanh, F.softplus, F.softsign, F.logsigmoid, F.tanhshrink,
-        torch.relu, torch.relu_, torch.sigmoid, torch.tanh, torch.sin, torch.cos, torch.erf, torch.exp,
-        torch.square, torch.neg, torch.abs, torch.mul, torch.add, torch.sub, torch.clamp,
-        operator.mul, operator.add, operator.sub, operator.neg, operator.imul, operator.iadd, operator.isub,
-    ]
-)  # fmt: skip
-_METHODS = frozenset(
-    "relu relu_ sigmoid sigmoid_ tanh tanh_ mul mul_ add add_ sub sub_ neg square exp abs clamp".split()
+#: Elementwise, without random numbers, finite and with a finite derivative at zero; wherever they are found.
+_NAMES = frozenset(
+    """abs add add_ celu clamp cos elu erf exp gelu hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish
+    mul mul_ neg relu relu6 relu_ selu sigmoid sigmoid_ silu sin softplus softsign square sub sub_ tanh tanh_
+    tanhshrink""".split()
 )
-ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = (
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Hardtanh,
-    nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.LogSigmoid,
-    nn.Tanhshrink, nn.Identity,
-)  # fmt: skip
+_OPERATORS = "mul add sub neg imul iadd isub".split()
+_FUNCTIONS = frozenset((*offered(_NAMES).values(), *(getattr(operator, name) for name in _OPERATORS)))
+#: Dropout with a probability of zero.
+ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = tuple(
+    getattr(nn, name)
+    for name in """ReLU ReLU6 GELU SiLU Mish ELU CELU SELU LeakyReLU Hardtanh Hardswish Hardsigmoid Sigmoid
+    Tanh Softplus Softsign LogSigmoid Tanhshrink Identity Dropout""".split()
+)
 #: ``x ** n`` and ``x / n`` for a number n of at least 1.
 _WITH_NUMBER: frozenset[Any] = frozenset(
     [torch.pow, operator.pow, "pow", operator.truediv, torch.div, "div", torch.true_divide]
 )
 #: Functions that do the same to every channel of an image, their first argument.
 CHANNELWISE_FUNCTIONS: frozenset[Any] = frozenset(
-    [
-        F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d,
-        F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-        F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d,
-        F.interpolate, torch.clone,
-    ]
-)  # fmt: skip
+    getattr(F, f"{kind}_pool{dims}d")
+    for kind in ("max", "avg", "adaptive_avg", "adaptive_max")
+    for dims in (1, 2, 3)
+) | {F.interpolate, torch.clone}
 CHANNELWISE_METHODS = frozenset("clone contiguous float half bfloat16".split())
-_NAMES = {each.__name__ for each in (*_FUNCTIONS, *CHANNELWISE_FUNCTIONS)} | _METHODS | CHANNELWISE_METHODS
 #: Whether all that padding may go through is PyTorch's, however a ``forward`` looks it up.
-are_torchs = still(offered(_NAMES))
+are_torchs = still(offered(_NAMES | {each.__name__ for each in CHANNELWISE_FUNCTIONS} | CHANNELWISE_METHODS))
 
 
 #: What the padding may become on its way: far from the largest number of any element type.
@@ -98,4 +90,4 @@ def _is_elementwise(node: fx.Node) -> bool:
     if node.target in _WITH_NUMBER:
         number = node.args[1] if len(node.args) == 2 and not node.kwargs else None
         return isinstance(node.args[0], fx.Node) and isinstance(number, int | float) and number >= 1
-    return node.target in (_FUNCTIONS if node.op == "call_function" else _METHODS)
+    return node.target in (_FUNCTIONS if node.op == "call_function" else _NAMES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -17,8 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from tilefit.fixes.behaviour import Behaviour, behaves
 from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.modules import behave
+from tilefit.fixes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix
 from tilefit.fixes.run import Run
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import HALVES
@@ -76,28 +75,19 @@ class _StandIn(Function):
 # ---- where the model calls it ------------------------------------------------------------------
 
 
+def _exchange_loss(change: ChangeSet, run: Run, edits: Edits) -> None:
+    edits.set(run.model, "_loss_function", CompiledLoss(require_known_loss(run.model)))
+
+
+#: The ``loss_function`` of a Hugging Face model, compiled.
+FUSED_LOSS = ChangeSet(
+    (),
+    also=_exchange_loss,
+    words="Compile the loss alone (model.loss_function): the logits are not copied in fp32.",
+)
+
+
 @dataclass(frozen=True)
-class FusedLoss(ChangeSet):
-    """The ``loss_function`` of a Hugging Face model, compiled."""
-
-    words = "Compile the loss alone (model.loss_function): the logits are not copied in fp32."
-
-    def make(self, run: Run, edits: Edits) -> None:
-        model: Any = run.model
-        loss = require_known_loss(model)
-        edits.set(model, "_loss_function", CompiledLoss(loss))
-
-
-@dataclass(frozen=True)
-class FusedCrossEntropy(ChangeSet):
-    """``F.cross_entropy`` in the model's ``forward``, compiled."""
-
-    words = "Compile the model's cross-entropy alone: the logits are not copied in fp32."
-
-    def make(self, run: Run, edits: Edits) -> None:
-        behave(run, edits, ("",), WithCompiledCrossEntropy())
-
-
 class WithCompiledCrossEntropy(Behaviour):
     """The module, in which a cross-entropy over many classes runs compiled."""
 
@@ -106,6 +96,14 @@ class WithCompiledCrossEntropy(Behaviour):
             return forward(*args, **kwargs)
         with _exchanged():
             return forward(*args, **kwargs)
+
+
+#: ``F.cross_entropy`` in the model's ``forward``, compiled.
+FUSED_CROSS_ENTROPY = ChangeSet(
+    (),
+    behaviours=(("", WithCompiledCrossEntropy()),),
+    words="Compile the model's cross-entropy alone: the logits are not copied in fp32.",
+)
 
 
 #: PyTorch's own, which :func:`_exchanged` puts something in place of.
@@ -175,7 +173,8 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwa
 _compiled_cross_entropy = CompiledLoss(_cross_entropy)
 
 
-class FuseLoss(Fix):
+@fix("fuse-loss", "NTC004")
+def fuse_loss(context: Context) -> Found:
     """Compiles the loss of a language model, and only that.
 
     The loss widens the logits, the largest tensor of the model, to fp32, takes a log-softmax of them and goes
@@ -190,22 +189,17 @@ class FuseLoss(Fix):
 
     Refused: a ``loss_function`` that is not one of the library's cross-entropies.
     """
-
-    name = "fuse-loss"
-    rules = ("NTC004",)
-
-    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
-        if context.run.options.compile or not context.step.settings.training or not _has_wide_logits(context):
-            return
-        model = context.run.model
-        if isinstance(getattr(type(model), "loss_function", None), property):
-            try:
-                if not isinstance(require_known_loss(model), CompiledLoss):
-                    yield FusedLoss(())
-            except RefusedError as refused:
-                yield Refusal(("",), refused.what)
-        if not behaves(model, WithCompiledCrossEntropy):
-            yield FusedCrossEntropy(())
+    if context.run.options.compile or not context.step.settings.training or not _has_wide_logits(context):
+        return
+    model = context.run.model
+    if isinstance(getattr(type(model), "loss_function", None), property):
+        try:
+            if not isinstance(require_known_loss(model), CompiledLoss):
+                yield FUSED_LOSS
+        except RefusedError as refused:
+            yield Refusal(("",), refused.what)
+    if not behaves(model, WithCompiledCrossEntropy):
+        yield FUSED_CROSS_ENTROPY
 
 
 def _has_wide_logits(context: Context) -> bool:

@@ -12,7 +12,7 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,11 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.modules import module as nn_module
 
-from tilefit.fixes.assumed import Assumed, is_torchs
+from tilefit.fixes.assumed import Assumed, is_torchs, restored
 from tilefit.fixes.behaviour import Behaviour, behaviours, is_replaced
 from tilefit.fixes.calls import PLAIN, is_followed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.elementwise import are_torchs
-from tilefit.fixes.modules import submodule
 from tilefit.fixes.region import Region
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -87,32 +86,19 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> tuple[fx.
     # With a default or a variable number of arguments it may do different things.
     if any(a.default is not a.empty or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments):
         return None
-    parts = list(module.modules())
-    modes = [part.training for part in parts]
-    kept = [Assumed.of(part) for part in parts]
-    before = [dict(vars(part)) for part in parts]
     graphs = []
-    try:
+    with restored(module) as is_kept:
         for mode in (True, False):
-            for part in parts:
+            for part in module.modules():
                 part.training = mode
             tracer = _Tracer(is_leaf)
-            with _without_switches() as asked:
-                graphs.append(tracer.trace(module))
-            if (
-                asked
-                or tracer.was_asked
-                or not all(each.holds(part) for each, part in zip(kept, parts, strict=True))
-            ):
+            try:
+                with _without_switches() as asked:
+                    graphs.append(tracer.trace(module))
+            except Exception:  # noqa: BLE001 - whatever stops the tracer, nothing is known of such a module
                 return None
-    except Exception:  # noqa: BLE001 - whatever stops the tracer, nothing is known of such a module
-        return None
-    finally:
-        for part, mode, attributes, each in zip(parts, modes, before, kept, strict=True):
-            vars(part).clear()
-            vars(part).update(attributes)
-            part.training = mode
-            each.restore()
+            if asked or tracer.was_asked or not is_kept():
+                return None
     return graphs[0], graphs[1]
 
 
@@ -197,6 +183,13 @@ class Interior(Behaviour):
                 others.append((part, Assumed.of(part), _made_of(part)))
         return cls(Region(), tuple(each for each in hooks if not each), tuple(leaves), tuple(others))
 
+    @classmethod
+    def at(cls, module: nn.Module, edits: Edits) -> Region:
+        """The region that calls of a module, as it is now, open from now on."""
+        interior = cls.of(module)
+        edits.behave(module, interior)
+        return interior.region
+
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_followed():  # asked first: PyTorch 2.11's compiler breaks its graph at the set below
             return forward(*args, **kwargs)
@@ -230,17 +223,6 @@ class Interior(Behaviour):
             assumed.reads_the_same(part) and _made_of(part) == made_of
             for part, assumed, made_of in self._others
         )
-
-
-def regions_of(model: nn.Module, paths: Iterable[str], edits: Edits) -> dict[str, Region]:
-    """Regions that calls of the modules at some paths open for their parts, by path."""
-    regions = {}
-    for path in dict.fromkeys(paths):
-        root = submodule(model, path)
-        interior = Interior.of(root)
-        edits.behave(root, interior)
-        regions[path] = interior.region
-    return regions
 
 
 def _made_of(part: nn.Module) -> Any:

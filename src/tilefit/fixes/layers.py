@@ -7,7 +7,7 @@ nowhere else: by itself every module takes and gives the channels it always had.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tilefit.capture.layouts import is_channels_last
-from tilefit.fixes.behaviour import Behaviour, behaviours
+from tilefit.fixes.behaviour import Behaviour, RefusedError, behaviours, require_changeable
 from tilefit.fixes.calls import is_transformed, product_dtype
-from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet
-from tilefit.fixes.interior import regions_of
-from tilefit.fixes.modules import require_plain, submodule
+from tilefit.fixes.modules import require_plain, require_unparametrized
 from tilefit.fixes.padding import (
     NHWC,
     Channels,
@@ -36,8 +34,7 @@ from tilefit.fixes.padding import (
     wide_size,
     widen,
 )
-from tilefit.fixes.region import Region
-from tilefit.fixes.run import Run
+from tilefit.fixes.region import Opened, Region
 from tilefit.rules.sites import listed
 
 #: Classes whose instances do just what their class says.
@@ -99,6 +96,25 @@ class Wide(Behaviour):
         """What a module does with them, if it does anything."""
         return next((each for each in behaviours(module) if isinstance(each, Wide)), None)
 
+    def require(self, module: nn.Module, path: str) -> None:
+        require_plain(module, path, type(module))
+
+    def beside(self, module: nn.Module) -> tuple[Behaviour, Behaviour | None]:
+        return self, Wide.of(module)
+
+    def along(self, other: Wide) -> Wide:
+        """This, taking and giving what another does, too."""
+        return replace(self, takes=other.takes or self.takes, gives=other.gives or self.gives)
+
+    def is_made(self, module: nn.Module) -> bool:
+        """Whether a module does that already, in whatever regions."""
+        ways = [
+            (each.wide_in, each.wide_out, each.takes is None, each.gives is None)
+            for each in (self, Wide.of(module))
+            if each is not None
+        ]
+        return len(ways) == 2 and ways[0] == ways[1]
+
     def is_given(self, channels: int) -> bool:
         """Whether so many channels are what a part of the same region has padded."""
         space = None if self.takes is None else self.takes.space()
@@ -118,6 +134,22 @@ class Fitted(Wide):
     is_innermost = True
 
     nhwc: Region | None = None
+
+    def require(self, module: nn.Module, path: str) -> None:
+        if self.nhwc is None:
+            require_plain(module, path, type(module) if self.dims else nn.Linear)
+            return
+        if not isinstance(module, _ConvNd):
+            where = path or "the model"
+            raise RefusedError(f"{where} is no convolution, and computes one with filters it holds")
+        require_unparametrized(module, path)
+        require_changeable(module, path)
+
+    def beside(self, module: nn.Module) -> tuple[Behaviour, Behaviour | None]:
+        old = Wide.of(module)
+        if not isinstance(old, Fitted):
+            return self, old
+        return (replace(self, nhwc=old.nhwc) if self.nhwc is None else replace(old, nhwc=self.nhwc)), old
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As the layer it is; what it reads and writes may be padded in a region."""
@@ -262,6 +294,12 @@ class WideNorm(Wide):
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> Any:
         """[batch, channels, ...] to the same, running statistics updated."""
         assert isinstance(module, _BatchNorm)
+        if (
+            not self.dims and input.dim() > 2
+        ):  # of features behind a linear layer it normalizes what is before
+            if self.wide_in is not None and self.is_given(input.shape[-1]):
+                input = crop(input, input.dim() - 1, self.wide_in)
+            return forward(input)
         if input.dim() < 2 or not self.is_given(input.shape[1]):
             return forward(input)
         assert self.wide_in is not None
@@ -310,78 +348,43 @@ class Cropped(Wide):
         return crop(y, axis, self.wide_in)
 
 
-# ---- the change --------------------------------------------------------------------------------
+# ---- the changes -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """What a module has to do with padded channels, as in :class:`Wide`.
-
-    Attributes:
-        path: Of the module.
-        takes, gives: The paths of the modules whose regions these are.
-    """
-
-    path: str
-    dims: int
-    wide_in: Channels | None
-    wide_out: Channels | None
-    takes: str | None = None
-    gives: str | None = None
-    least_rows: int = 0
-
-    def is_made(self, module: nn.Module) -> bool:
-        """Whether a module does that already, in whatever region."""
-        made = Wide.of(module)
-        return made is not None and _ways(made) == _ways(self)
+def kind_of(module: nn.Module) -> type[Wide]:
+    """What a module's behaviour with padded channels is."""
+    of_layer = Fitted if isinstance(module, Layer) else Cropped
+    return WideNorm if isinstance(module, _BatchNorm) else of_layer
 
 
-def _ways(how: Wide | Padding) -> Any:
-    return how.wide_in, how.wide_out, how.takes is None, how.gives is None
+def padded(
+    wides: Mapping[str, Wide], sizes: Mapping[int, int], modules: Iterable[str] = (), host_s: float = 0.0
+) -> ChangeSet:
+    """The change that pads numbers of channels in layers that have them, and in what lies between those.
 
-
-@dataclass(frozen=True)
-class Padded(ChangeSet):
-    """Numbers of channels padded in layers that have them, and in what lies between those.
-
-    Attributes:
+    Args:
+        wides: What each module has to do, by path.
         sizes: The numbers, each with what it is padded to.
-        paddings: What each module has to do.
+        modules: Those that do something new; all by default.
+        host_s: Of the change.
     """
+    paths = tuple(modules) or tuple(wides)
+    *many, last = [f"{old} to {new}" for old, new in sizes.items()] or [""]
+    pairs = f"{', '.join(many)} and {last}" if many else last
+    if any(wide.dims for wide in wides.values()):
+        words = f"Pad {pairs} channels in {paths[0] if len(paths) == 1 else f'{len(paths)} modules'}."
+    else:
+        between = ", and what passes between them" if any(each.gives for each in wides.values()) else ""
+        layers = listed([path for path in paths if isinstance(wides[path], Fitted)], "linear layers")
+        words = f"Pad the product of {layers}{between}, from {pairs} features."
+    return ChangeSet(paths, behaviours=tuple(wides.items()), words=words, host_s=host_s)
 
-    sizes: tuple[tuple[int, int], ...]
-    paddings: tuple[Padding, ...]
 
-    @property
-    def summary(self) -> str:
-        *many, last = [f"{old} to {new}" for old, new in self.sizes]
-        pairs = f"{', '.join(many)} and {last}" if many else last
-        if any(padding.dims for padding in self.paddings):
-            where = self.modules[0] if len(self.modules) == 1 else f"{len(self.modules)} modules"
-            return f"Pad {pairs} channels in {where}."
-        between = ", and what passes between them" if any(p.gives is not None for p in self.paddings) else ""
-        return f"Pad the product of {listed(self.modules, 'linear layers')}{between}, from {pairs} features."
-
-    def make(self, run: Run, edits: Edits) -> None:
-        modules = [submodule(run.model, padding.path) for padding in self.paddings]
-        for padding, module in zip(self.paddings, modules, strict=True):
-            require_plain(module, padding.path, type(module) if padding.dims else nn.Linear)
-        paths = (path for padding in self.paddings for path in (padding.takes, padding.gives))
-        regions = regions_of(run.model, (path for path in paths if path is not None), edits)
-        for padding, module in zip(self.paddings, modules, strict=True):
-            takes, gives = (None if at is None else regions[at] for at in (padding.takes, padding.gives))
-            of_layer = Fitted if isinstance(module, Layer) else Cropped
-            old, kind = Wide.of(module), WideNorm if isinstance(module, _BatchNorm) else of_layer
-            made = replace(
-                old or kind(),
-                wide_in=padding.wide_in,
-                wide_out=padding.wide_out,
-                takes=takes,
-                gives=gives,
-                dims=padding.dims,
-                least_rows=padding.least_rows,
-            )
-            edits.behave(module, made, old)
+def in_channels_last(modules: Sequence[str], host_s: float = 0.0) -> ChangeSet:
+    """The change of convolutions that read and write their images in NHWC."""
+    words = f"Run {len(modules)} convolutions on images in NHWC."
+    region: Any = Opened("", ContiguousOutside)
+    return ChangeSet.giving(modules, Fitted(nhwc=region), words, host_s=host_s)
 
 
 # ---- images in NHWC ----------------------------------------------------------------------------
@@ -402,15 +405,14 @@ class ContiguousOutside(Region):
         result = super().__call__(module, forward, *args, **kwargs)
         if any(isinstance(each, torch.Tensor) and _is_turned(each) for each in tree_leaves((args, kwargs))):
             return result
-        return tree_map(_turned_back, result)
+        return tree_map_only(torch.Tensor, _turned_back, result)
 
 
 def _is_turned(tensor: torch.Tensor) -> bool:
     return tensor.dim() in NHWC and not tensor.is_contiguous() and is_channels_last(tensor)
 
 
-def _turned_back(leaf: Any) -> Any:
+def _turned_back(leaf: torch.Tensor) -> torch.Tensor:
     # What is a view of something else was not made by a convolution.
-    is_view = not torch.compiler.is_compiling() and isinstance(leaf, torch.Tensor) and leaf._is_view()
-    is_ours = isinstance(leaf, torch.Tensor) and not is_view and _is_turned(leaf)
-    return leaf.contiguous() if is_ours else leaf
+    is_view = not torch.compiler.is_compiling() and leaf._is_view()
+    return leaf.contiguous() if not is_view and _is_turned(leaf) else leaf

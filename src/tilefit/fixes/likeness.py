@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError, TilefitError
@@ -133,7 +133,7 @@ def _smaller_ones(whole: Likeness) -> Iterator[Likeness]:
         sizes = {s for tensor in _state(run.model) for s in tensor.shape if s >= _SMALLEST}
         smaller = {size: _smaller(size, factor) for size in sizes}
         _narrow(run.model, smaller)
-        run.inputs = tree_map(partial(_cut, smaller=smaller), run.inputs)
+        run.inputs = tree_map_only(torch.Tensor, partial(_cut, smaller=smaller), run.inputs)
         copy = _Copy(partial(_smaller, factor=factor), left_out)
         changes = tuple(map(copy.of, whole.changes))
         if _Dropped not in changes:
@@ -208,12 +208,9 @@ def _renamed(value: Any, smaller: Mapping[int, int]) -> Any:
     return value
 
 
-def _cut(leaf: Any, smaller: Mapping[int, int]) -> Any:
+def _cut(tensor: torch.Tensor, smaller: Mapping[int, int]) -> torch.Tensor:
     """The beginning of a tensor."""
-    if isinstance(leaf, torch.Tensor):
-        for axis, size in enumerate(leaf.shape):
-            leaf = leaf.narrow(axis, 0, smaller.get(size, size))
-    return leaf
+    return tensor[tuple(slice(smaller.get(size, size)) for size in tensor.shape)]
 
 
 class _Dropped:
@@ -266,11 +263,9 @@ def shrunken(inputs: Any, sizes: Mapping[str, int] = _INPUTS[-2]) -> Any:
             return "frames" if axis == 1 else ""
         return "tokens" if tensor.shape[axis] == length else ""
 
-    def shrunken(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def shrunken(leaf: torch.Tensor) -> torch.Tensor:
         for axis, size in enumerate(leaf.shape):
             leaf = leaf.narrow(axis, 0, min(size, sizes.get(kind(leaf, axis), size)))
         return leaf.contiguous()
 
-    return tree_map(shrunken, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    return tree_map_only(torch.Tensor, shrunken, dict(inputs) if isinstance(inputs, Mapping) else inputs)

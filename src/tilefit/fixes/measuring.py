@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from tilefit.capture.optimizer import made_optimizer
 from tilefit.capture.real import loss_of_forward
 from tilefit.errors import UsageError
-from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet
+from tilefit.fixes.fix import ChangeSet, applied
 from tilefit.fixes.run import Run
 
 #: Time that one variant's turn aims at: long enough for the host to get ahead of the GPU, as in training.
@@ -70,7 +68,8 @@ def step_times_s(
         steps = [_prepared(run, candidates[:count], optimizers, clock) for count in counts]
         for number in range(rounds):
             for count in counts if number % 2 == 0 else reversed(counts):
-                times[count].append(_timed_s(run, candidates[:count], steps[count], clock))
+                with applied(run, candidates[:count]):
+                    times[count].append(steps[count].timed_s(clock))
     return times
 
 
@@ -125,20 +124,20 @@ class RunningStep:
             self.optimizer.step()
         run.model.zero_grad()
 
+    def timed_s(self, clock: Callable[[], float]) -> float:
+        """The time of a step, over ``many``."""
+        for _ in range(_WARM_STEPS):  # also what other variants left in caches
+            self()
+        self.synchronize()
+        start = clock()
+        for _ in range(self.many):
+            self()
+        self.synchronize()
+        return (clock() - start) / self.many
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-@contextmanager
-def _applied(run: Run, candidates: Sequence[ChangeSet]) -> Iterator[None]:
-    edits = Edits()
-    try:
-        for candidate in candidates:
-            candidate.apply(run, edits)
-        yield
-    finally:
-        edits.undo()
 
 
 def _prepared(
@@ -147,28 +146,8 @@ def _prepared(
     optimizers: dict[Any, torch.optim.Optimizer],
     clock: Callable[[], float],
 ) -> RunningStep:
-    with _applied(run, candidates):
+    with applied(run, candidates):
         step = RunningStep(run, optimizers)
-        for _ in range(_WARM_STEPS):
-            step()
-        step.synchronize()
-        start = clock()
-        step()
-        step.synchronize()
-        once_s = clock() - start
+        once_s = step.timed_s(clock)
     step.many = max(1, min(_MOST_STEPS, round(TURN_S / once_s))) if once_s > 0 else _MOST_STEPS
     return step
-
-
-def _timed_s(
-    run: Run, candidates: Sequence[ChangeSet], step: RunningStep, clock: Callable[[], float]
-) -> float:
-    with _applied(run, candidates):
-        for _ in range(_WARM_STEPS):  # also what the other variants left in caches
-            step()
-        step.synchronize()
-        start = clock()
-        for _ in range(step.many):
-            step()
-        step.synchronize()
-        return (clock() - start) / step.many

@@ -6,14 +6,10 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tilefit.fixes.behaviour import Behaviour, behaves, behaviours, is_replaced
-from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.run import Run
+from tilefit.fixes.behaviour import RefusedError, behaviours, refuse, require_changeable
 
 
 def submodule(model: nn.Module, path: str) -> nn.Module:
@@ -35,8 +31,7 @@ def require_plain(module: nn.Module, path: str, cls: type[nn.Module]) -> None:
         RefusedError: it is of another class (quantised, traced, adapted), or was changed at run time.
     """
     kind = type(module)
-    if parametrize.is_parametrized(module):
-        raise RefusedError(f"{path} has parametrisations: its weight is computed anew for every call")
+    require_unparametrized(module, path)
     if kind is not cls:
         raise RefusedError(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which may do more than {cls.__name__}"
@@ -45,33 +40,6 @@ def require_plain(module: nn.Module, path: str, cls: type[nn.Module]) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) is not nn.Parameter or type(parameter.data).__module__ != "torch":
             raise RefusedError(f"{path}.{name} is a {type(parameter.data).__qualname__}, not a plain tensor")
-
-
-def require_changeable(module: nn.Module, path: str) -> None:
-    """Check that a behaviour can be given to a module.
-
-    Raises:
-        RefusedError: it is compiled by TorchScript, or its ``forward`` was replaced.
-    """
-    if isinstance(module, torch.jit.ScriptModule):
-        raise RefusedError(f"{path or 'the model'} is compiled by TorchScript")
-    if is_replaced(module):
-        raise RefusedError(f"the forward method of {path or 'the model'} was replaced")
-
-
-def behave(run: Run, edits: Edits, paths: Iterable[str], behaviour: Behaviour) -> None:
-    """Give some modules a behaviour.
-
-    Raises:
-        RefusedError: one of them cannot be changed, or has one of this kind.
-    """
-    modules = {path: submodule(run.model, path) for path in paths}
-    for path, module in modules.items():
-        require_changeable(module, path)
-        if behaves(module, type(behaviour)):
-            raise RefusedError(f"{path or 'the model'} was changed in this way before")
-    for module in modules.values():
-        edits.behave(module, behaviour)
 
 
 def common(paths: Iterable[str]) -> list[str]:
@@ -109,13 +77,21 @@ def fewest_rows(most: int, pays: Callable[[int], bool]) -> int:
     return next(filter(pays, smaller), most)
 
 
-def require_alone(model: nn.Module, path: str) -> None:
+def require_unparametrized(module: nn.Module, path: str) -> None:
+    """Check that a module's weight is the parameter itself.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    if parametrize.is_parametrized(module):
+        raise RefusedError(f"{path} has parametrisations: its weight is computed anew for every call")
+
+
+def require_alone(module: nn.Module, path: str) -> None:
     """Check that a layer is a plain ``nn.Linear`` that no other fix has changed.
 
     Raises:
         RefusedError: it is not.
     """
-    layer = submodule(model, path)
-    require_plain(layer, path, nn.Linear)
-    if behaviours(layer):
-        raise RefusedError(f"{path} was changed by another fix")
+    require_plain(module, path, nn.Linear)
+    refuse(behaviours(module), f"{path} was changed by another fix")

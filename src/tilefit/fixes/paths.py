@@ -33,28 +33,23 @@ from tilefit.fixes.elementwise import (
     ELEMENTWISE_MODULES,
     of_padding,
 )
-from tilefit.fixes.interior import has_hooks, traced
-from tilefit.fixes.layers import (
-    CONVOLUTIONS,
-    NORMS,
-    Layer,
-    Padding,
-    Wide,
-    channels_of,
-    dims_of,
-)
+from tilefit.fixes.interior import Interior, has_hooks, traced
+from tilefit.fixes.layers import CONVOLUTIONS, NORMS, Fitted, Layer, Wide, channels_of, dims_of, kind_of
 from tilefit.fixes.padding import Channels, behind_one_another, real_size, wide_size
+from tilefit.fixes.region import Opened
 from tilefit.fixes.run import Run
 
 #: Modules that treat every channel by itself, and need not know how many there are.
 _CHANNELWISE_MODULES: tuple[type[nn.Module], ...] = (
     *ELEMENTWISE_MODULES,
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
-    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
-    nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
-    nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad1d, nn.ReplicationPad2d,
-)  # fmt: skip
+    *(
+        getattr(nn, f"{kind}Pool{n}d")
+        for kind in ("Max", "Avg", "AdaptiveAvg", "AdaptiveMax")
+        for n in (1, 2, 3)
+    ),
+    *(getattr(nn, f"{kind}Pad{n}d") for kind in ("Zero", "Reflection", "Replication") for n in (1, 2, 3)),
+    *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
+)
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 #: Drops whole samples, whatever their channels.
 _STOCHASTIC_DEPTH = "torchvision.ops.stochastic_depth.stochastic_depth"
@@ -81,8 +76,8 @@ def traces(run: Run) -> list[Trace]:
 
 def paddings(
     model: nn.Module, found: Iterable[Trace], sizes: Mapping[int, int], inputs: Mapping[int, int]
-) -> list[Padding]:
-    """What every module has to do so that these numbers of channels are padded wherever they can be.
+) -> dict[str, Wide]:
+    """What every module has to do, by path, so that these numbers of channels are padded where they can be.
 
     Args:
         model: The model.
@@ -91,24 +86,25 @@ def paddings(
         inputs: The same for images that come from elsewhere and are padded by the convolution that reads
             them.
     """
-    todo: dict[nn.Module, Padding | None] = {}
+    todo: dict[nn.Module, tuple[str, Wide | None]] = {}
     for trace in found:
-        for module, padding in _Paths(model.get_submodule(trace.path), trace, sizes, inputs).paddings():
-            todo.setdefault(module, padding)
+        for path, module, wide in _Paths(model.get_submodule(trace.path), trace, sizes, inputs).paddings():
+            todo.setdefault(module, (path, wide))
     for path, module in model.named_modules():
         if module not in todo and isinstance(module, _ConvNd) and _is_whole(module):
-            todo[module] = by_itself(path, module, sizes, inputs)
-    return [padding for padding in todo.values() if padding is not None]
+            todo[module] = path, by_itself(module, sizes, inputs)
+    return {path: wide for path, wide in todo.values() if wide is not None}
 
 
-def chains(model: nn.Module, layers: Iterable[str], size: int) -> list[Padding]:
-    """What plain linear layers, some with ``size`` outputs, some with as many inputs, hand to each other.
+def chains(model: nn.Module, layers: Iterable[str], size: int, wide: int) -> dict[str, Wide]:
+    """What plain linear layers, some with ``size`` outputs, some with as many inputs, hand to each other when
+    these are padded to ``wide``, and what the batch norms between them have to do.
 
     Smaller modules are traced before the larger ones they are part of: what is done to a part of a model
-    keeps nothing from staying padded in another. Of sizes and rows nothing is said.
+    keeps nothing from staying padded in another. Of rows nothing is said.
     """
     left = dict.fromkeys(layers)
-    found = []
+    found: dict[str, Wide] = {}
     for path in _parents(left):
         prefix, root = f"{path}." if path else "", model.get_submodule(path)
         linears = {model.get_submodule(name) for name in left if name.startswith(prefix)}
@@ -116,12 +112,11 @@ def chains(model: nn.Module, layers: Iterable[str], size: int) -> list[Padding]:
         graphs = traced(root, linears.__contains__) if is_small else None
         if graphs is None:
             continue
-        paths = _Paths(root, Trace(path, graphs), {size: 2 * size}, {}, linears)
-        chained = [p for _, p in paths.paddings() if p and (p.takes is not None or p.gives is not None)]
-        for each in chained:
-            if each.gives is not None:
-                del left[each.path]
-        found += chained
+        for at, _, each in _Paths(root, Trace(path, graphs), {size: wide}, {}, linears).paddings():
+            if each and (each.takes or each.gives):
+                found[at] = each.along(found.get(at, each))
+                if each.gives:
+                    left.pop(at, None)
     return found
 
 
@@ -141,13 +136,13 @@ def _is_whole(module: _ConvNd) -> bool:
     return type(module) in CONVOLUTIONS and module.groups == 1 and _is_ours(module)
 
 
-def by_itself(path: str, layer: Layer, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> Padding | None:
+def by_itself(layer: Layer, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> Wide | None:
     """A layer that pads what it reads and crops what it writes; None where it has none of the sizes."""
     into, out = channels_of(layer)
     wide_in, wide_out = _padded(_alone(into, inputs)), _padded(_alone(out, sizes))
     if wide_in is wide_out is None:
         return None
-    return Padding(path, dims_of(layer), wide_in, wide_out)
+    return Fitted(wide_in, wide_out, dims=dims_of(layer))
 
 
 def _alone(channels: int, sizes: Mapping[int, int]) -> Channels:
@@ -174,8 +169,8 @@ def _kind(module: nn.Module) -> str:
         return _DEPTHWISE if module.groups == module.in_channels else _OPAQUE
     if isinstance(module, _BatchNorm) and type(module) in NORMS:
         return _NORM if module.eps > 0 else _OPAQUE
-    is_channelwise = type(module) in _CHANNELWISE_MODULES and not getattr(module, "return_indices", False)
-    return _CHANNELWISE if is_channelwise else _OPAQUE
+    does_more = getattr(module, "return_indices", False) or getattr(module, "p", 0)  # of dropout
+    return _CHANNELWISE if type(module) in _CHANNELWISE_MODULES and not does_more else _OPAQUE
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -235,6 +230,7 @@ class _Paths:
         linears: Collection[nn.Module] = (),
     ) -> None:
         self._path, self._sizes, self._inputs, self._linears = trace.path, sizes, inputs, linears
+        self._region: Any = Opened(trace.path, Interior)
         nodes = [node for graph in trace.graphs for node in graph.nodes]
         self._modules = {n: root.get_submodule(str(n.target)) for n in nodes if n.op == "call_module"}
         self._calls: dict[nn.Module, list[fx.Node]] = {}
@@ -259,7 +255,7 @@ class _Paths:
         kind = _kind(module)
         if module in self._linears and not has_hooks(module):
             return _LAYER
-        return kind if kind == _CHANNELWISE or not self._linears else _OPAQUE
+        return kind if kind in (_CHANNELWISE, _NORM) or not self._linears else _OPAQUE
 
     # ---- groups ------------------------------------------------------------------------------
 
@@ -327,7 +323,7 @@ class _Paths:
             return
         elif isinstance(module, ELEMENTWISE_MODULES) and kind:
             self._visit_elementwise(node, module)
-        elif kind and self._images[image][1]:
+        elif kind == _NORM or (kind and self._images[image][1]):
             channels, dims = self._images[image]
             is_pool = kind == _CHANNELWISE
             channels = module.out_channels if isinstance(module, _ConvNd) else channels
@@ -368,13 +364,13 @@ class _Paths:
             return False
         if any(other in self._images for other in node.all_input_nodes[1:]):
             return False
-        if not self._images[image][1]:  # to functions of images features are something else
-            return node.op == "call_method" and node.target in CHANNELWISE_METHODS
-        if node.target in (torch.mean, "mean"):
-            return self._is_spatial_mean(node, self._images[image][1])
-        if node.op == "call_method":
-            return node.target in CHANNELWISE_METHODS
-        if node.op != "call_function" or node.kwargs.get("return_indices"):
+        if node.op == "call_method" and node.target in CHANNELWISE_METHODS:
+            return True
+        dims = self._images[image][1]
+        if dims and node.target in (torch.mean, "mean"):
+            return self._is_spatial_mean(node, dims)
+        # To functions of images features are something else.
+        if not dims or node.op != "call_function" or node.kwargs.get("return_indices"):
             return False
         name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', '')}"
         return node.target in CHANNELWISE_FUNCTIONS or name == _STOCHASTIC_DEPTH
@@ -421,8 +417,8 @@ class _Paths:
 
     # ---- the decision ------------------------------------------------------------------------
 
-    def paddings(self) -> Iterator[tuple[nn.Module, Padding | None]]:
-        """What each module does, if it has something to do."""
+    def paddings(self) -> Iterator[tuple[str, nn.Module, Wide | None]]:
+        """What each module does, if it has something to do, and its path."""
         prefix = f"{self._path}." if self._path else ""
         layouts = self._layouts()
         for module, calls in self._calls.items():
@@ -434,10 +430,10 @@ class _Paths:
             read = next((image for node in calls if (image := self._read(node)) is not None), None)
             wide_in = _padded(layouts[self._group(read)]) if read is not None else None
             wide_out = _padded(layouts[self._group(written)])
-            takes, gives = (None if wide is None else self._path for wide in (wide_in, wide_out))
+            takes, gives = (None if wide is None else self._region for wide in (wide_in, wide_out))
             if kind == _LAYER:
                 assert isinstance(module, Layer)
-                alone = by_itself(path, module, self._sizes, self._inputs)
+                alone = by_itself(module, self._sizes, self._inputs)
                 if alone is not None:
                     wide_in, wide_out = wide_in or alone.wide_in, wide_out or alone.wide_out
                 busy = wide_in is not None or wide_out is not None
@@ -445,8 +441,8 @@ class _Paths:
                 busy = wide_in is not None and (wide_out is None or kind != _CHANNELWISE)
                 if wide_in is not None and wide_out is None:
                     wide_out = self._through(module, wide_in)
-            padding = Padding(path, self._images[written][1], wide_in, wide_out, takes, gives)
-            yield module, padding if busy else None
+            wide = kind_of(module)(wide_in, wide_out, takes, gives, self._images[written][1])
+            yield path, module, wide if busy else None
 
     def _layouts(self) -> dict[fx.Node, Channels]:
         """How the channels of each group lie."""

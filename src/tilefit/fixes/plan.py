@@ -6,17 +6,20 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from tilefit import console, units
 from tilefit.cost.estimate import MEASURED
+from tilefit.fixes.behaviour import changes
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet
+from tilefit.fixes.fused_loss import CompiledLoss
 from tilefit.fixes.run import Run
 from tilefit.fixes.verification import Verification
+from tilefit.nn import convert
 from tilefit.ops import Step
 from tilefit.rules.finding import SAFE
 
@@ -31,6 +34,9 @@ _SHOWN = "gpu speedup before_s after_s before_bytes after_bytes provenance".spli
 NOTHING = "Nothing worth changing."
 #: Refusals that are shown; a model with many layers may have one for each.
 MOST_REFUSED = 5
+
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +212,26 @@ class Plan:
     def __repr__(self) -> str:
         names = ", ".join(fix.name for fix in self.fixes) or "nothing"
         return f"<Plan for {self.gpu}: {names}; {self.speedup:.2f} times as fast ({self.provenance})>"
+
+
+def strip(model: _Model) -> _Model:
+    """Take every fix off a model, in place, also off a deep copy or what was saved and loaded; return it.
+
+    For what cannot be done with a changed model (``docs/fix.md`` names it), and for saving one that is to
+    be loaded where tilefit is not installed. Where a plan is at hand, :meth:`Plan.undo` also takes back what
+    belongs to the optimizer and to the program (``cudnn.benchmark``, TF32).
+
+    Modules compute what their classes say, the layers of :mod:`tilefit.nn` are those of ``torch.nn``, losses
+    and whatever was compiled in place are not. Parameters stay as they are.
+    """
+    convert(model, back=True)
+    for module in model.modules():
+        changed = changes(module)
+        if changed is not None:
+            changed.leave()
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl = None
+        for name, value in list(vars(module).items()):
+            if isinstance(value, CompiledLoss):
+                setattr(module, name, value.loss)
+    return model

@@ -26,11 +26,11 @@ from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Fix, RefusedError, Several, Stage
 from tilefit.fixes.likeness import shrunken
 from tilefit.fixes.measuring import Gain, require_cuda, step_times_s
-from tilefit.fixes.optimizer import is_fused, like
 from tilefit.fixes.plan import AppliedFix, Plan, RefusedFix
 from tilefit.fixes.proof import prove, prove_in_place, with_values
 from tilefit.fixes.registry import select as select_fixes
 from tilefit.fixes.run import Run
+from tilefit.fixes.settings import is_fused, like
 from tilefit.fixes.verification import Verification
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
@@ -170,13 +170,13 @@ def make_plan(
         say("Pricing the step on real data, since its code reads values")
         planner = _Planner(run, _on_real_data(run, error), gpu, fixes, min_gain, hosts, say)
     with planner.edits.all_or_none():
-        applied = None
-        while applied is None:
+        proofs = None
+        while proofs is None:
             while time.monotonic() < deadline_s and planner.improve():
                 pass
             planner.fit()
-            applied = planner.settle(verify)
-        return planner.measured(applied) if measure else planner.plan(applied)
+            proofs = planner.settle(verify)
+        return planner.measured(proofs) if measure else planner.plan(planner.now.made, proofs)
 
 
 def _refuse_unchangeable(model: object) -> None:
@@ -286,6 +286,7 @@ class _Planner:
     refused: dict[RefusedFix, None] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
     _gains: dict[tuple[str, ChangeSet], float] = field(default_factory=dict)
+    _saved: dict[tuple[str, ChangeSet], tuple[float, float, float]] = field(default_factory=dict)
     _unfit: set[tuple[str, ChangeSet]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -424,7 +425,7 @@ class _Planner:
 
     # ---- the proof -----------------------------------------------------------------------------
 
-    def settle(self, verify: bool) -> tuple[AppliedFix, ...] | None:
+    def settle(self, verify: bool) -> list[Verification] | None:
         """Prove what was chosen and change the model; None where a part of it cannot be, which is then
         refused, and the search goes on from before it."""
         made = self.now.made
@@ -433,8 +434,9 @@ class _Planner:
         self.edits.undo()
         flaw = flaw or (self._prove(made, proofs) if verify else None) or self._make(made)
         if flaw is None:
-            pairs = zip(made, pairwise(self.states), strict=True)
-            return tuple(self._applied(each, *states, proofs) for each, states in pairs)
+            for each, (before, after) in zip(made, pairwise(self.states), strict=True):
+                self._saved[each.key] = _gain(before, after)
+            return proofs
         self.edits.undo()
         number, reason = flaw
         self.reject(made[number], reason)
@@ -481,11 +483,11 @@ class _Planner:
         return "" if proofs[-1].ok else f"not proven the same: {proofs[-1]}"
 
     def _applied(
-        self, made: Proposal, before: _State, after: _State, proofs: Sequence[Verification]
+        self, made: Proposal, proofs: Sequence[Verification], measured_s: float | None
     ) -> AppliedFix:
         fix, change = made
         in_fp64, on_gpu = (*(proofs if change.modules else ()), None, None)[:2]
-        gain_s, low_s, high_s = _gain(before, after)
+        gain_s, low_s, high_s = self._saved.get(made.key, (0.0, 0.0, 0.0))
         return AppliedFix(
             name=fix.name,
             level=fix.level,
@@ -497,6 +499,7 @@ class _Planner:
             gain_high_s=high_s,
             verification=in_fp64,
             on_gpu=on_gpu,
+            measured_s=measured_s,
         )
 
     def reject(self, proposal: Proposal, reason: str) -> None:
@@ -509,70 +512,70 @@ class _Planner:
 
     # ---- the plan ------------------------------------------------------------------------------
 
-    def plan(self, applied: Sequence[AppliedFix], times_s: tuple[float, float] | None = None) -> Plan:
-        """The plan; ``times_s``: measured, without and with it."""
-        before_s, after_s = times_s or (self.first.estimate.time_s, self.now.estimate.time_s)
-        made = {(fix.name, fix.modules) for fix in applied}
+    def plan(
+        self,
+        made: Sequence[Proposal],
+        proofs: Sequence[Verification],
+        times_s: Sequence[Sequence[float]] = (),
+    ) -> Plan:
+        """The plan of what was made; ``times_s``: measured, without and with more and more of it."""
+        before_s, after_s = self.first.estimate.time_s, self.now.estimate.time_s
+        saved_s: list[float | None] = [None] * len(made)
+        if times_s:
+            before_s = statistics.median(times_s[0])
+            after_s = before_s - Gain.between(times_s[0], times_s[-1]).time_s
+            saved_s = [gain.time_s for gain in _gains(times_s)]
+        done = {(each.fix.name, each.change.modules) for each in made}
         whole = {fix.name for fix in self.fixes if fix.stage == Stage.RUN}
-        if whole.intersection(fix.name for fix in applied):
-            made |= {(each.name, each.modules) for each in self.refused if each.name in whole}
+        if whole.intersection(each.fix.name for each in made):
+            done |= {(each.name, each.modules) for each in self.refused if each.name in whole}
         return Plan(
             model=self.run.model,
             run=self.run,
             gpu=self.gpu.name,
-            fixes=tuple(applied),
-            refused=tuple(each for each in self.refused if (each.name, each.modules) not in made),
+            fixes=tuple(self._applied(each, proofs, s) for each, s in zip(made, saved_s, strict=True)),
+            refused=tuple(each for each in self.refused if (each.name, each.modules) not in done),
             before_s=before_s,
             after_s=after_s,
             before_bytes=self.first.step.memory.peak_bytes,
             after_bytes=self.now.step.memory.peak_bytes,
             provenance=MEASURED if times_s else ESTIMATED,
-            candidates=tuple(each.change for each in self.now.made),
+            candidates=tuple(each.change for each in made),
             step=self.now.step,
             edits=self.edits,
         )
 
-    def measured(self, applied: Sequence[AppliedFix]) -> Plan:
+    def measured(self, proofs: Sequence[Verification]) -> Plan:
         """The plan of what is measured to gain: what makes the step slower is taken back, and all that makes
         up a plan that is no gain."""
-        fixes, made = list(applied), list(self.now.made)
-        for proposal in self._proposals(self.now, Stage.TRIED):
-            made.append(proposal)
-            fixes.append(self._applied(proposal, self.now, self.now, ()))
+        made = [*self.now.made, *self._proposals(self.now, Stage.TRIED)]
         self.say("Measuring")
         times_s = self._times_s(made)
         while losses := _losses(made, times_s):
             for index, gain_s in reversed(losses):
-                self._lose(index, fixes, made, _why(gain_s))
-            self._without_losses(fixes, made)
+                self.reject(made.pop(index), _why(gain_s))
+            made = self._without_losses(made)
             times_s = self._times_s(made)
         for each in made:
             each.change.apply(self.run, self.edits)
-        gains = (gain.time_s for gain in _gains(times_s))
-        before_s = statistics.median(times_s[0])
-        after_s = before_s - Gain.between(times_s[0], times_s[-1]).time_s
-        fixes = [replace(fix, measured_s=gain_s) for fix, gain_s in zip(fixes, gains, strict=True)]
-        return self.plan(fixes, (before_s, after_s))
+        return self.plan(made, proofs, times_s)
 
     def _times_s(self, made: Sequence[Proposal]) -> list[list[float]]:
         self.edits.undo()
         return step_times_s(self.run, [each.change for each in made])
 
-    def _without_losses(self, fixes: list[AppliedFix], made: list[Proposal]) -> None:
-        """The state of what is left; what needs a change that was taken back goes too."""
-        run, index = self.first.run.on_meta(), 0
-        while index < len(made):
+    def _without_losses(self, made: Sequence[Proposal]) -> list[Proposal]:
+        """What is left, and its state; what needs a change that was taken back goes too."""
+        run, left = self.first.run.on_meta(), []
+        for each in made:
             try:
-                if made[index].fix.stage != Stage.TRIED:
-                    made[index].change.apply(run)
-                index += 1
+                if each.fix.stage != Stage.TRIED:
+                    each.change.apply(run)
+                left.append(each)
             except RefusedError as error:
-                self._lose(index, fixes, made, f"it goes with a fix that was taken back ({error})")
-        self.states[1:] = [self._state(run, tuple(made))]
-
-    def _lose(self, index: int, fixes: list[AppliedFix], made: list[Proposal], reason: str) -> None:
-        fix, _ = fixes.pop(index), made.pop(index)
-        self._refuse(fix.name, fix.modules, reason)
+                self.reject(each, f"it goes with a fix that was taken back ({error})")
+        self.states[1:] = [self._state(run, tuple(left))]
+        return left
 
 
 def _gain(before: _State, after: _State) -> tuple[float, float, float]:

@@ -14,25 +14,15 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 from tilefit.cost import estimate
-from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.behaviour import Behaviour, Part
 from tilefit.fixes.calls import as_rows, linear_dtype
-from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.modules import (
-    caller,
-    fewest_rows,
-    require_alone,
-    require_changeable,
-    state_of,
-    submodule,
-)
-from tilefit.fixes.region import Region
-from tilefit.fixes.run import Run
+from tilefit.fixes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix, in_words
+from tilefit.fixes.modules import caller, fewest_rows, require_alone, state_of, submodule
+from tilefit.fixes.region import Opened, Region
 from tilefit.ops import Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.flow import Flow, LinearCall, linear_calls
 from tilefit.rules.intensity.parallel_projections import groups
-from tilefit.rules.sites import pattern
 
 #: Host time that a group adds to a training step beside its launches: the median of what ViT, OPT, Swin,
 #: BART, T5, DeBERTa, ELECTRA and ViT-MAE gained less than launches and kernels predict, where the host set
@@ -43,7 +33,7 @@ HOST_S = 330e-6
 Tensors = tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Merged(Behaviour):
     """A linear layer whose product is computed together with its siblings'.
 
@@ -63,6 +53,9 @@ class Merged(Behaviour):
     least_rows: int
     is_innermost = True
 
+    def require(self, module: nn.Module, path: str) -> None:
+        require_alone(module, path)
+
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
         space = self.region.space()
         # In inference mode nobody can tell whether the input was written to.
@@ -70,11 +63,11 @@ class Merged(Behaviour):
         if space is None or dtype is None:
             return forward(input)  # type: ignore[no-any-return]
         state = input._version, torch.is_grad_enabled(), dtype
-        found: _Products | None = space.get(self.region)
+        found: _Products | None = space.get(self.members)
         if found is None or not found.outputs:
             if not self._can_merge(input, dtype):
                 return forward(input)  # type: ignore[no-any-return]
-            found = space[self.region] = _Products(input, state, self.members)
+            found = space[self.members] = _Products(input, state, self.members)
         elif found.input is not input or found.state != state or not found.holds(self.index):
             return forward(input)  # type: ignore[no-any-return]
         output = found.outputs.pop(self.index, None)
@@ -213,39 +206,38 @@ def _divide(found: list[Any], members: list[int], sizes: list[int], gradient: to
         found[:] = split(gradient, sizes)
 
 
-@dataclass(frozen=True)
-class Merging(ChangeSet):
-    """Groups of sibling layers, each group to become one product.
+def merging(
+    model: nn.Module, groups: Sequence[tuple[str, ...]], least_rows: int, host_s: float = 0.0
+) -> ChangeSet:
+    """The change of groups of sibling layers, each to become one product.
 
-    Attributes:
+    Args:
+        model: The model.
         groups: Paths of the layers of each group.
         least_rows: As in :class:`Merged`.
+        host_s: Of the change.
+
+    Raises:
+        RefusedError: no module that can be changed calls them.
     """
-
-    groups: tuple[tuple[str, ...], ...]
-    least_rows: int
-
-    @property
-    def summary(self) -> str:
-        names = ", ".join(path.rpartition(".")[2] for path in self.groups[0])
-        parents = list(dict.fromkeys(group[0].rpartition(".")[0] for group in self.groups))
-        where = pattern(parents) if any(parents) else "the model"
-        return f"Compute {names} in {where} as one product."
-
-    def make(self, run: Run, edits: Edits) -> None:
-        for path in self.modules:
-            require_alone(run.model, path)
-        for group in self.groups:
-            region = Region()
-            members: Any = tuple(submodule(run.model, path) for path in group)
-            around = submodule(run.model, caller(run.model, group[0]))
-            require_changeable(around, f"the module around {group[0]}")
-            edits.behave(around, region)
-            for index, member in enumerate(members):
-                edits.behave(member, Merged(region, members, index, self.least_rows))
+    behaviours: list[tuple[str, Behaviour]] = []
+    for group in groups:
+        region: Any = Opened(caller(model, group[0]))
+        members: Any = tuple(map(Part, group))
+        merged = (Merged(region, members, index, least_rows) for index in range(len(group)))
+        behaviours += zip(group, merged, strict=True)
+    names = ", ".join(path.rpartition(".")[2] for path in groups[0])
+    parents = in_words(dict.fromkeys(group[0].rpartition(".")[0] for group in groups))
+    return ChangeSet(
+        tuple(dict.fromkeys(path for path, _ in behaviours)),
+        behaviours=tuple(behaviours),
+        words=f"Compute {names} in {parents} as one product.",
+        host_s=host_s,
+    )
 
 
-class MergeProjections(Fix):
+@fix("merge-projections", "INT004")
+def merge_projections(context: Context) -> Found:
     """Computes the query, key and value projections of attention, and their like, as one product.
 
     The layer that is called first multiplies its input by the weights of all its siblings; they find their
@@ -265,36 +257,31 @@ class MergeProjections(Fix):
     Refused: layers that are no plain ``nn.Linear``, and those that are called with yet another input without
     their siblings, whose products with it would be computed for nobody.
     """
-
-    name = "merge-projections"
-    rules = ("INT004",)
-
-    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
-        if context.run.options.compile:
-            return
-        alike: dict[Any, list[list[LinearCall]]] = defaultdict(list)
-        found_groups = [*groups(Flow(context.step))]
-        together = Counter(tuple(call.layer.module for call in calls) for calls in found_groups)
-        called = Counter(call.layer.module for call in linear_calls(context.step))
-        for calls in found_groups:
-            paths = tuple(call.layer.module for call in calls)
-            try:
-                for path in paths:
-                    require_alone(context.run.model, path)
-            except RefusedError as refused:
-                yield Refusal(paths, refused.what)
-                continue
-            alone = [path for path in paths if called[path] > together[paths]]
-            if alone:
-                yield Refusal(paths, f"{alone[0]} is also called without the others")
-                continue
-            names = tuple(path.rpartition(".")[2] for path in paths)
-            alike[names, tuple(_product_of(context, call) for call in calls)].append(calls)
-        for found in alike.values():
-            merged = tuple(dict.fromkeys(tuple(call.layer.module for call in calls) for calls in found))
-            modules = tuple(dict.fromkeys(path for group in merged for path in group))
-            rows = _least_rows(context, found[0])
-            yield Merging(modules, merged, rows, host_s=HOST_S * len(found))
+    if context.run.options.compile:
+        return
+    alike: dict[Any, list[list[LinearCall]]] = defaultdict(list)
+    found_groups = [*groups(Flow(context.step))]
+    together = Counter(tuple(call.layer.module for call in calls) for calls in found_groups)
+    called = Counter(call.layer.module for call in linear_calls(context.step))
+    for calls in found_groups:
+        paths = tuple(call.layer.module for call in calls)
+        try:
+            for path in paths:
+                require_alone(submodule(context.run.model, path), path)
+            caller(context.run.model, paths[0])
+        except RefusedError as refused:
+            yield Refusal(paths, refused.what)
+            continue
+        alone = [path for path in paths if called[path] > together[paths]]
+        if alone:
+            yield Refusal(paths, f"{alone[0]} is also called without the others")
+            continue
+        names = tuple(path.rpartition(".")[2] for path in paths)
+        alike[names, tuple(_product_of(context, call) for call in calls)].append(calls)
+    for found in alike.values():
+        merged = tuple(dict.fromkeys(tuple(call.layer.module for call in calls) for calls in found))
+        rows = _least_rows(context, found[0])
+        yield merging(context.run.model, merged, rows, HOST_S * len(found))
 
 
 def _product_of(context: Context, call: LinearCall) -> Gemm:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from tilefit.capture.copies import copied
 from tilefit.errors import CaptureError
-from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, RefusedError
 from tilefit.fixes.likeness import Likeness, few_rows, likeness, shrunken
 from tilefit.fixes.run import Run
@@ -51,14 +50,9 @@ def prove_in_place(run: Run, changes: Sequence[ChangeSet]) -> Verification:
     Raises:
         RefusedError: a change does not apply, or the comparison cannot be made.
     """
-
-    def make(run: Run, edits: Edits) -> None:
-        for change in changes:
-            few_rows(change).apply(run, edits)
-
     with _seeded(), _as_refusals():
         few = with_values(shrunken(run.inputs), run.model)
-        return verify_in_place(replace(run, inputs=few), make)
+        return verify_in_place(replace(run, inputs=few), map(few_rows, changes))
 
 
 def _on_cpu() -> AbstractContextManager[Any]:
@@ -209,9 +203,7 @@ def with_values(inputs: Any, model: nn.Module) -> Any:
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     most = min(tables, default=2)
 
-    def real(leaf: Any, name: str = "") -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def real(leaf: torch.Tensor, name: str = "") -> torch.Tensor:
         if not leaf.is_meta and leaf.numel() and not (leaf == leaf.flatten()[:1]).all():
             return _comparable(leaf)
         if leaf.is_floating_point():
@@ -221,5 +213,5 @@ def with_values(inputs: Any, model: nn.Module) -> Any:
         return torch.randint(0, most, leaf.shape).to(leaf.dtype)
 
     if isinstance(inputs, Mapping):
-        return {name: tree_map(partial(real, name=name), value) for name, value in inputs.items()}
-    return tree_map(real, inputs)
+        return {n: tree_map_only(torch.Tensor, partial(real, name=n), value) for n, value in inputs.items()}
+    return tree_map_only(torch.Tensor, real, inputs)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.behaviour import Behaviour, require_changeable
 from tilefit.fixes.calls import is_transformed
+from tilefit.fixes.edits import Edits
 
 
 class _Here(threading.local):
@@ -47,10 +48,19 @@ class Region(Behaviour):
         try:
             return forward(*args, **kwargs)
         finally:
-            if outer is None:
-                del spaces[id(self)]
-            else:
+            del spaces[id(self)]
+            if outer is not None:
                 spaces[id(self)] = outer
+
+    @classmethod
+    def at(cls, module: nn.Module, edits: Edits) -> Region:
+        """That which calls of a module open from now on."""
+        region = cls()
+        edits.behave(module, region)
+        return region
+
+    def require(self, module: nn.Module, path: str) -> None:
+        require_changeable(module, path)
 
     def space(self) -> dict[Any, Any] | None:
         """That of the innermost call of the module in this thread.
@@ -62,3 +72,17 @@ class Region(Behaviour):
             return None
         space, hooks = found
         return space if hooks == packing() else None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """In the data of behaviours that are not given yet: the region that calls of a module open; equal ones
+    are one.
+
+    Attributes:
+        path: Of the module.
+        kind: What opens it: a class with a method ``at``, as :class:`Region` has it.
+    """
+
+    path: str
+    kind: Any = Region

@@ -1,8 +1,7 @@
-"""Which fixes there are: a subclass of :class:`~tilefit.fixes.fix.Fix` in any module of this package."""
+"""Which fixes there are: each :class:`~tilefit.fixes.fix.Fix` in any module of this package."""
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
 from collections.abc import Iterable
 from functools import cache
@@ -21,10 +20,9 @@ def all_fixes() -> tuple[Fix, ...]:
     for info in pkgutil.iter_modules([str(Path(__file__).parent)], "tilefit.fixes."):
         module = import_module(info.name)
         for value in vars(module).values():
-            defined_here = inspect.isclass(value) and value.__module__ == module.__name__
-            if defined_here and issubclass(value, Fix) and not inspect.isabstract(value):
+            if isinstance(value, Fix):
                 assert value.name not in fixes, f"two fixes are called {value.name}"
-                fixes[value.name] = value()
+                fixes[value.name] = value
     return tuple(fixes[name] for name in sorted(fixes))
 
 

@@ -61,11 +61,12 @@ class Run:
 
     def change(self, **options: Any) -> Callable[[], None]:
         """Change how the step runs; what is returned takes it back."""
-        before = {name: getattr(self.options, name) for name in options}
+        before = self.options, self.cuda_graph
+        self.cuda_graph = options.pop("cuda_graph", self.cuda_graph)
         self.options = replace(self.options, **options)
 
         def undo() -> None:
-            self.options = replace(self.options, **before)
+            self.options, self.cuda_graph = before
 
         return undo
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only
 
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
@@ -217,17 +217,13 @@ def _stepped(
     return found | {f"buffer {name} after {trial.steps} steps": b for name, b in model.named_buffers()}
 
 
-@_scenario("SGD", training=True, most=_FEW)
-def _sgd(trial: Trial, model: nn.Module) -> Observed:
-    return _stepped(
-        trial, model, partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9, weight_decay=0.1), False
-    )
-
-
-@_scenario("AdamW", training=True, most=_FEW)
-def _adamw(trial: Trial, model: nn.Module) -> Observed:
-    made = partial(torch.optim.AdamW, lr=_LEARNING_RATE, eps=_EPSILON, weight_decay=0.1)
-    return _stepped(trial, model, made, True)
+_OPTIMIZERS: tuple[tuple[Any, bool, dict[str, float]], ...] = (
+    (torch.optim.SGD, False, {"momentum": 0.9}),
+    (torch.optim.AdamW, True, {"eps": _EPSILON}),
+)
+for _kind, _clips, _more in _OPTIMIZERS:
+    _made = partial(_kind, lr=_LEARNING_RATE, weight_decay=0.1, **_more)
+    _scenario(_kind.__name__, training=True, most=_FEW)(partial(_stepped, made=_made, clips=_clips))
 
 
 @_scenario("inputs used again and written to", most=_MANY)
@@ -252,8 +248,8 @@ def _views(trial: Trial, model: nn.Module) -> Observed:
     views: list[torch.Tensor] = []
     seen: list[torch.Tensor] = []
 
-    def view(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+    def view(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.dim():
             return leaf
         whole = torch.stack((leaf, leaf), -1).requires_grad_(leaf.is_floating_point())
         part = whole[..., 0]
@@ -263,7 +259,7 @@ def _views(trial: Trial, model: nn.Module) -> Observed:
             part.register_hook(seen.append)  # type: ignore[no-untyped-call]
         return part
 
-    output = trial.called(model, tree_map(view, trial.fresh()))
+    output = trial.called(model, tree_map_only(torch.Tensor, view, trial.fresh()))
     loss = trial.loss_of(output)
     found = outputs(output)
     if loss is None or not views:
@@ -281,13 +277,13 @@ def _other_batch(trial: Trial, model: nn.Module) -> Observed:
     size = 0 if first is None else first.shape[0]
     rows = torch.tensor([*range(size), 0])
 
-    def other(leaf: Any, chosen: torch.Tensor) -> Any:
-        is_batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size
-        return leaf[chosen.to(leaf.device)] if is_batched else leaf
+    def other(leaf: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return leaf[chosen.to(leaf.device)] if leaf.dim() and leaf.shape[0] == size else leaf
 
     found: Observed = {}
     for chosen in (rows, rows[:1]) if size else ():
-        inputs = trial.fresh(tree_map(partial(other, chosen=chosen), _plain(trial.inputs)), grad=True)
+        given = tree_map_only(torch.Tensor, partial(other, chosen=chosen), _plain(trial.inputs))
+        inputs = trial.fresh(given, grad=True)
         model.zero_grad()
         found |= {f"{what} of {len(chosen)}": v for what, v in trial.passed(model, inputs).items()}
     return found
@@ -376,7 +372,8 @@ def _wrong_sizes(trial: Trial, model: nn.Module) -> Observed:
     found: Observed = {}
     for path, (args, kwargs) in trial.parts.items():
         for change in (-1, 1):
-            given = trial.fresh((tree_map(partial(_of_other_width, change=change), args), kwargs))
+            other = tree_map_only(torch.Tensor, partial(_of_other_width, change=change), args)
+            given = trial.fresh((other, kwargs))
             part = model.get_submodule(path)
             with torch.no_grad():
                 try:
@@ -388,8 +385,8 @@ def _wrong_sizes(trial: Trial, model: nn.Module) -> Observed:
     return found
 
 
-def _of_other_width(leaf: Any, change: int) -> Any:
-    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not leaf.dim():
+def _of_other_width(leaf: torch.Tensor, change: int) -> torch.Tensor:
+    if not leaf.is_floating_point() or not leaf.dim():
         return leaf
     return leaf[..., :change] if change < 0 else torch.cat((leaf, leaf[..., :change]), -1)
 

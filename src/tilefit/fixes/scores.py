@@ -10,6 +10,7 @@ very calls that were made, so that code that is no attention runs as it always d
 from __future__ import annotations
 
 import math
+import types
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
@@ -59,6 +60,9 @@ class Fusing(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._resting:
             return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _multi_head(*args, **kwargs)
         for arg in args:
             if type(arg) is Scores:
                 return called(func, args, kwargs)
@@ -127,6 +131,7 @@ class Scores(torch.Tensor):
         masks, fill: ... and ``fill`` where one of the masks, (bool tensor, what it is for scores that are
             left), says so.
         softmaxed, dropped: The softmax over the keys was taken, and then dropout with this probability.
+        averaged: The mean over heads was taken, of which nothing more is made.
         shares: The tensor would share its memory with another.
         value: The tensor, once it was asked for.
         fused: The weights went into a fused kernel.
@@ -145,6 +150,7 @@ class Scores(torch.Tensor):
     fill: float = -math.inf
     softmaxed: bool = False
     dropped: float = 0.0
+    averaged: bool = False
     shares: bool = False
     value: torch.Tensor | None = None
     fused: bool = False
@@ -251,6 +257,7 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     if (
         step is None
+        or scores.averaged
         or scores.value is not None
         or scores.state != _state(scores.query)
         or not any(scores is arg for arg in args)
@@ -336,17 +343,13 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _masked_fill(scores: Any, mask: Any, value: Any) -> Any:
-    return _masked(scores, mask, value, keep=False)
-
-
 def _where(a: Any, b: Any, c: Any) -> Any:
     if isinstance(a, Scores):  # scores.where(mask, other)
         return _masked(a, b, c, keep=True)
-    return _masked(b, a, c, keep=True) if isinstance(b, Scores) else _masked(c, a, b, keep=False)
+    return _masked(b, a, c, keep=True) if isinstance(b, Scores) else _masked(c, a, b)
 
 
-def _masked(scores: Any, mask: Any, value: Any, *, keep: bool) -> Any:
+def _masked(scores: Any, mask: Any, value: Any, *, keep: bool = False) -> Any:
     fill = _number(scores.fusing, value) if isinstance(scores, Scores) else None
     if fill is None or not fill <= _NEVER or scores.softmaxed or not _fits(mask, scores):
         return NotImplemented
@@ -413,6 +416,13 @@ def _with_lead(tensor: torch.Tensor, old: Any, new: Any) -> torch.Tensor:
     return tensor.expand(*old, *tensor.shape[-2:]).reshape(*new, *tensor.shape[-2:])
 
 
+def _mean(scores: Any, dim: Any = None) -> Any:
+    """Over heads, as ``nn.MultiheadAttention`` returns it."""
+    if dim != 1 or len(scores.sizes) != 4:
+        return NotImplemented
+    return {"sizes": scores.sizes[:1] + scores.sizes[2:], "averaged": True}
+
+
 def _expand_as(tensor: Any, scores: Any) -> Any:
     return tensor.expand(scores.sizes) if isinstance(tensor, torch.Tensor) else NotImplemented
 
@@ -431,19 +441,17 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     letters = _letters(equation, operands)
     if letters is None:
         return NotImplemented
-    (a, b), (first, second), out = operands, *letters
+    (a, b), (first, second, out) = operands, letters
     if not isinstance(a, Scores):
         a, b, first, second = b, a, second, first
     if not isinstance(a, Scores) or not isinstance(b, torch.Tensor):
         return NotImplemented
-    lead, keys = first[:-2], first[-1]
-    width = set(second) - {*lead, keys}
-    if len(width) != 1 or set(out) != {*lead, first[-2], *width} or {keys, *lead} - set(second):
+    width = "".join(set(second) - set(first))
+    made, value = first[:-1] + width, _arranged(b, second, first[:-2] + first[-1] + width)
+    if value is None or len(width) != 1 or sorted(out) != sorted(made):
         return NotImplemented
-    order = lead + keys + "".join(width)
-    result = _attended(a, b.permute([second.index(letter) for letter in order]))
-    made = lead + first[-2] + "".join(width)
-    return result if result is NotImplemented else result.permute([made.index(letter) for letter in out])
+    result = _attended(a, value)
+    return result if result is NotImplemented else _arranged(result, made, out)
 
 
 def _functions(names: str) -> Iterator[Any]:
@@ -465,7 +473,7 @@ _STEPS: dict[Any, Callable[..., Any]] = {
         ("mul multiply rmul", _mul),
         ("div divide true_divide truediv", _div),
         ("add radd", _add),
-        ("masked_fill", _masked_fill),
+        ("masked_fill", _masked),
         ("where", _where),
         ("softmax", _softmax),
         ("dropout", _dropout),
@@ -477,6 +485,7 @@ _STEPS: dict[Any, Callable[..., Any]] = {
         ("view reshape", _view),
         ("contiguous", lambda scores: {}),
         ("expand_as", _expand_as),
+        ("mean", _mean),
         ("matmul bmm", _matmul),
         ("einsum", _einsum),
     )
@@ -485,6 +494,14 @@ _STEPS: dict[Any, Callable[..., Any]] = {
 
 
 _IN_PLACE_STEPS = frozenset(func for func in _STEPS if _is_in_place(func.__name__))
+
+
+def _multi_head(*args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own function, which hands itself over as a whole where somebody follows calls, with its calls
+    followed."""
+    func = F.multi_head_attention_forward
+    within = {**vars(F), "has_torch_function": lambda tensors: False}
+    return types.FunctionType(func.__code__, within, argdefs=func.__defaults__)(*args, **kwargs)
 
 
 # ---- from the first product to the fused kernel ------------------------------------------------
@@ -548,7 +565,7 @@ def _is_operand(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and tensor.dim() > 2 and tensor.is_floating_point()
 
 
-def _letters(equation: Any, operands: Any) -> tuple[tuple[str, str], str] | None:
+def _letters(equation: Any, operands: Any) -> list[str] | None:
     """The letters of the two operands of an einsum, and of its result; with "..." as capitals."""
     if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
         return None
@@ -562,25 +579,27 @@ def _letters(equation: Any, operands: Any) -> tuple[tuple[str, str], str] | None
         return None
     if any(len(part) != operand.dim() for part, operand in zip(parts, operands, strict=False)):
         return None
-    return (parts[0], parts[1]), parts[2]
+    return parts
 
 
-def _by_letters(letters: tuple[tuple[str, str], str] | None, a: Any, b: Any) -> tuple[Any, Any]:
+def _by_letters(letters: list[str] | None, a: Any, b: Any) -> tuple[Any, Any]:
     """Query and key [..., rows, width] of a product over one letter whose result ends in their rows."""
     if letters is None:
         return None, None
-    (first, second), out = letters
+    first, second, out = letters
     if out[-2] not in first:
         a, b, first, second = b, a, second, first
-    lead, rows, columns = out[:-2], out[-2], out[-1]
     width = "".join(set(first) & set(second) - set(out))
-    wanted = lead + rows + width, lead + columns + width
-    if len(width) != 1 or set(first) != set(wanted[0]) or set(second) != set(wanted[1]):
+    if len(width) != 1:
         return None, None
-    return (
-        a.permute([first.index(letter) for letter in wanted[0]]),
-        b.permute([second.index(letter) for letter in wanted[1]]),
-    )
+    return _arranged(a, first, out[:-1] + width), _arranged(b, second, out[:-2] + out[-1] + width)
+
+
+def _arranged(tensor: torch.Tensor, letters: str, wanted: str) -> torch.Tensor | None:
+    """A tensor whose dimensions have letters, with these in another order; None where others are wanted."""
+    if sorted(letters) != sorted(wanted):
+        return None
+    return tensor.permute([letters.index(letter) for letter in wanted])
 
 
 def _attended(scores: Scores, value: torch.Tensor) -> Any:

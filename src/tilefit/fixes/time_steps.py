@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +14,9 @@ from torch.autograd import Function
 
 from tilefit.fixes.behaviour import Behaviour
 from tilefit.fixes.calls import as_rows, linear_dtype
-from tilefit.fixes.edits import Edits
-from tilefit.fixes.fix import ChangeSet, Context, Fix, Refusal, RefusedError
-from tilefit.fixes.modules import (
-    caller,
-    common,
-    require_alone,
-    require_changeable,
-    state_of,
-    submodule,
-)
-from tilefit.fixes.region import Region
-from tilefit.fixes.run import Run
+from tilefit.fixes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix
+from tilefit.fixes.modules import caller, common, require_alone, state_of
+from tilefit.fixes.region import Opened, Region
 from tilefit.ops import FORWARD
 from tilefit.rules.flow import Flow
 from tilefit.rules.recurrent.loops import Repeated, repeated_weights
@@ -34,7 +25,7 @@ from tilefit.rules.recurrent.loops import Repeated, repeated_weights
 HOST_S = 12e-6
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Stepped(Behaviour):
     """A linear layer that, called with the second step of a sequence, computes the product for the rest.
 
@@ -44,6 +35,9 @@ class Stepped(Behaviour):
 
     region: Region
     is_innermost = True
+
+    def require(self, module: nn.Module, path: str) -> None:
+        require_alone(module, path)
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
         space = self.region.space()
@@ -189,29 +183,21 @@ class _Step(Function):
         return gradient @ weight if needs_x else None, None, None, None, None
 
 
-@dataclass(frozen=True)
-class Stepping(ChangeSet):
-    """Layers that are called step by step.
+def stepping(path: str, loop: str = "", host_s: float = 0.0) -> ChangeSet:
+    """The change of a layer that is called step by step.
 
-    Attributes:
+    Args:
+        path: Of the layer.
         loop: Path of the module that all the steps are taken in.
+        host_s: Of the change.
     """
-
-    loop: str = ""
-
-    words = "Compute {0.where} for all time steps in one product."
-
-    def make(self, run: Run, edits: Edits) -> None:
-        loop = submodule(run.model, self.loop)
-        require_changeable(loop, self.loop)
-        for path in self.modules:
-            require_alone(run.model, path)
-            region = Region()
-            edits.behave(loop, region)
-            edits.behave(submodule(run.model, path), Stepped(region))
+    region: Any = Opened(loop)
+    words = "Compute {} for all time steps in one product."
+    return ChangeSet.giving((path,), Stepped(region), words, host_s=host_s)
 
 
-class TimeSteps(Fix):
+@fix("time-steps", "INT005")
+def compute_time_steps(context: Context) -> Found:
     """Computes a layer that a Python loop calls with one time step after another for all steps at once.
 
     The step is a view of the sequence (``x[t]``, ``x[:, t]``, ``x.unbind(1)``), which knows the tensor that
@@ -226,23 +212,18 @@ class TimeSteps(Fix):
 
     Refused: layers that are no plain ``nn.Linear`` (``nn.LSTMCell`` holds its weights itself).
     """
-
-    name = "time-steps"
-    rules = ("INT005",)
-
-    def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
-        if context.run.options.compile:
-            return
-        for group in repeated_weights(Flow(context.step)):
-            path = group.calls[0].layer.module
-            if group.sequential:
-                continue
-            try:
-                loop = _loop(context, group)
-            except RefusedError as refused:
-                yield Refusal((path,), refused.what)
-            else:
-                yield Stepping((path,), loop, host_s=HOST_S * len(group.calls))
+    if context.run.options.compile:
+        return
+    for group in repeated_weights(Flow(context.step)):
+        path = group.calls[0].layer.module
+        if group.sequential:
+            continue
+        try:
+            loop = _loop(context, group)
+        except RefusedError as refused:
+            yield Refusal((path,), refused.what)
+        else:
+            yield stepping(path, loop, HOST_S * len(group.calls))
 
 
 def _loop(context: Context, group: Repeated) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tilefit.capture.dtypes import AMP_DTYPES
-from tilefit.fixes.edits import Edits
+from tilefit.fixes.fix import ChangeSet, applied
 from tilefit.fixes.run import Run
 from tilefit.fixes.scenarios import SCENARIOS, Observed, Scenario, Trial
 from tilefit.fixes.scenarios import in_double as in_double
@@ -151,7 +151,7 @@ def compared(
     return [Difference(f"{scenario.name}: {what}", error) for what, error in errors(first, second)]
 
 
-def verify_in_place(run: Run, change: Callable[[Run, Edits], None]) -> Verification:
+def verify_in_place(run: Run, changes: Iterable[ChangeSet]) -> Verification:
     """Compare the model with itself changed, where it is and in its working precision, in evaluation mode.
 
     Outputs, loss and gradients of parameters and inputs. Nothing is copied but what is compared; afterwards
@@ -162,13 +162,9 @@ def verify_in_place(run: Run, change: Callable[[Run, Edits], None]) -> Verificat
     with run.kept():
         run.model.eval()
         first = trial.passed(run.model, trial.fresh(grad=True))
-        edits = Edits()
-        try:
-            change(run, edits)
+        with applied(run, changes):
             run.model.zero_grad()
             second = trial.passed(run.model, trial.fresh(grad=True))
-        finally:
-            edits.undo()
     errors = [Difference(f"eval: {what}", error) for what, error in _errors(first, second)]
     dtype = AMP_DTYPES.get(run.options.autocast, parameter.dtype)
     return judged(errors, "whole model", dtype, str(parameter.device))

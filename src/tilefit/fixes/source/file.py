@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tilefit.errors import UsageError
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.fix import RefusedError, refuse
 
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 
@@ -59,8 +59,7 @@ class SourceFile:
             text = data.decode(encoding)
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise RefusedError(f"{path} cannot be read ({error})") from error
-        if text.encode(encoding) != data:
-            raise RefusedError(f"{path} cannot be written back byte for byte in {encoding}")
+        refuse(text.encode(encoding) != data, f"{path} cannot be written back byte for byte in {encoding}")
         return cls(path, data, encoding, text)
 
     @property
@@ -99,8 +98,7 @@ class SourceFile:
         """
         pieces, done = [], 0
         for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.stop)):
-            if edit.start < done:
-                raise RefusedError(f"two changes meet in line {self.line_of(edit.start)} of {self.name}")
+            refuse(edit.start < done, f"two changes meet in line {self.line_of(edit.start)} of {self.name}")
             pieces += [self.text[done : edit.start], edit.text]
             done = edit.stop
         return "".join([*pieces, self.text[done:]])

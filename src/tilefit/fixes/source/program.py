@@ -15,7 +15,7 @@ from tilefit.capture.naming import has_source
 from tilefit.capture.overlay import is_installed
 from tilefit.capture.sites import SiteTracker
 from tilefit.capture.targets import Target, load
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.fix import RefusedError, refuse
 from tilefit.fixes.source.birth import Births, Caller, Callers, callers, recorded
 from tilefit.fixes.source.file import SourceFile
 from tilefit.fixes.source.syntax import Syntax
@@ -76,10 +76,8 @@ class Files:
             RefusedError: it is not.
         """
         path = syntax.file.path
-        if is_installed(str(path)):
-            raise RefusedError(f"{path.name} belongs to an installed package")
-        if not self.is_own(path):
-            raise RefusedError(f"{syntax.file.name} lies outside the project")
+        refuse(is_installed(str(path)), f"{path.name} belongs to an installed package")
+        refuse(not self.is_own(path), f"{syntax.file.name} lies outside the project")
 
 
 def sizes_of(step: Step) -> set[int]:

@@ -10,7 +10,7 @@ import libcst as cst
 from torch import nn
 
 from tilefit.capture.optimizer import OPTIMIZERS
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import (
     Change,
     keyword,
@@ -43,8 +43,7 @@ def autocast_around(context: Context, files: Files, syntax: Syntax, call: cst.Ca
     Raises:
         RefusedError: it is not clear where that is, or takes more than a block.
     """
-    if not context.gpu.supports("bf16"):
-        raise RefusedError("fp16 needs a GradScaler in the training loop")
+    refuse(not context.gpu.supports("bf16"), "fp16 needs a GradScaler in the training loop")
     files.require_own(syntax)
     statements = _statements(syntax, call)
     torch, imports = torch_name(syntax)
@@ -67,8 +66,7 @@ def _statements(syntax: Syntax, call: cst.Call) -> list[cst.BaseStatement]:
             isinstance(c.func, cst.Attribute) and c.func.attr.value == "backward"
             for c in syntax.all(cst.Call, statement)
         ):
-            if index == 0:
-                raise RefusedError(f"forward and backward share line {syntax.line(first)}: write them apart")
+            refuse(index == 0, f"forward and backward share line {syntax.line(first)}: write them apart")
             return _up_to_loss(syntax, body[:index], statement)
     last = body[-1]
     if not (isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Return)):
@@ -134,8 +132,7 @@ def write_channels_last(finding: Finding, context: Context, program: Program) ->
             stop = syntax.stop(call)
             edits += [*imports, (syntax, Edit(stop, stop, f".{layout_call(ranks, torch)}"))]
             lines.append(syntax.line(call))
-    if not edits:
-        raise RefusedError("its convolutions are not modules of the program")
+    refuse(not edits, "its convolutions are not modules of the program")
     return Change.of(edits, lines[0], edits[-1][1].text, level=SAFE)
 
 
@@ -149,8 +146,7 @@ def layout_call(ranks: Collection[int], torch: str) -> str:
     Raises:
         RefusedError: there is no one layout.
     """
-    if len(ranks) != 1:
-        raise RefusedError("the model has convolutions in two and in three dimensions")
+    refuse(len(ranks) != 1, "the model has convolutions in two and in three dimensions")
     return f"to(memory_format={torch}.{'channels_last' if 4 in ranks else 'channels_last_3d'})"
 
 
@@ -202,8 +198,7 @@ def fused(files: Files, calls: Sequence[tuple[Syntax, cst.Call]], **more: Any) -
             raise RefusedError(f"{lines([(syntax, call)])} asks for {syntax.code(foreach)}")
         if (edit := switched_on(syntax, call, "fused")) is not None:
             edits.append((call, (syntax, edit)))
-    if not edits:
-        raise RefusedError(f"{lines(calls)} does it already: tell with --fused-optimizer")
+    refuse(not edits, f"{lines(calls)} does it already: tell with --fused-optimizer")
     (first, (syntax, _)), *_ = edits
     return Change.of((edit for _, edit in edits), syntax.line(first), "fused=True", level=SAFE, **more)
 

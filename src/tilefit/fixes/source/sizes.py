@@ -7,7 +7,7 @@ from pathlib import Path
 import libcst as cst
 from torch import nn
 
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import Change
 from tilefit.fixes.source.program import Program, users_call
 from tilefit.fixes.source.syntax import Syntax
@@ -39,8 +39,7 @@ def _padded(finding: Finding, context: Context, program: Program, *, vocabularie
             syntax = program.syntax(path)
             program.require_own(syntax)
             literals[syntax.integer_at(line, column)] = syntax, new
-    if not literals:
-        raise RefusedError(f"{' and '.join(map(str, sizes))} is the width of the data: pad the data")
+    refuse(not literals, f"{' and '.join(map(str, sizes))} is the width of the data: pad the data")
     edits, changed = [], {}
     for literal, (syntax, new) in literals.items():
         text = f"{new:_}" if "_" in literal.value else str(new)
@@ -91,8 +90,7 @@ def _of_module(path: str, module: nn.Module | None, size: int, program: Program)
     if module is None:
         raise RefusedError(f"{path} is not a module of the program")
     chain = program.births.of(module)
-    if not chain:
-        raise RefusedError(f"nobody saw who made {path} (a copy)")
+    refuse(not chain, f"nobody saw who made {path} (a copy)")
     if found := program.births.places(module, size):
         return found
     maker = next((caller for caller in chain if not caller.of_constructor), None)

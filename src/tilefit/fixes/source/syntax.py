@@ -17,7 +17,7 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.fix import RefusedError, refuse
 from tilefit.fixes.source.file import Edit, SourceFile
 
 Node = TypeVar("Node", bound=cst.CSTNode)
@@ -38,8 +38,7 @@ class Syntax:
             tree = cst.parse_module(text)
         except cst.ParserSyntaxError as error:
             raise RefusedError(f"line {error.raw_line} of {file.name} cannot be parsed") from error
-        if tree.code != text:
-            raise RefusedError(f"{file.name} cannot be parsed without changing it")
+        refuse(tree.code != text, f"{file.name} cannot be parsed without changing it")
         wrapper = MetadataWrapper(tree, unsafe_skip_copy=True)
         self.tree = tree
         self._positions = wrapper.resolve(PositionProvider)
@@ -120,14 +119,16 @@ class Syntax:
 
     def call_ending(self, line: int, utf8_column: int) -> cst.Call | None:
         """The call whose closing parenthesis is just before a position, as Python's bytecode gives it."""
-        before = self.file.line(line).encode()[:utf8_column].decode(errors="replace")
-        return self._calls.get((line, len(before)))
+        return self._calls.get((line, self._column(line, utf8_column)))
 
     def integer_at(self, line: int, utf8_column: int) -> cst.Integer:
         """The number that begins at a position, as Python's compiler gives it."""
-        before = self.file.line(line).encode()[:utf8_column].decode(errors="replace")
-        place = self.file.offset(line, len(before))
+        place = self.file.offset(line, self._column(line, utf8_column))
         return next(node for node in self.all(cst.Integer) if self.start(node) == place)
+
+    def _column(self, line: int, utf8_column: int) -> int:
+        """The characters before a position."""
+        return len(self.file.line(line).encode()[:utf8_column].decode(errors="replace"))
 
     # ---- names -----------------------------------------------------------------------------
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import Change, Write, keyword, torch_name
 from tilefit.fixes.source.file import Edit
-from tilefit.fixes.source.loops_of_parameters import at_once
 from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.settings import (
     FUSIBLE,
@@ -54,8 +53,7 @@ def _fused(finding: Finding, context: Context, files: Files) -> Change:
     calls = [
         (s, call) for s, call in _optimizers(context, files, beside=True) if s.means(call.func) & FUSIBLE
     ]
-    if not calls:
-        raise RefusedError("the optimizer is not made by a call of PyTorch's class")
+    refuse(not calls, "the optimizer is not made by a call of PyTorch's class")
     return fused(files, calls)
 
 
@@ -73,8 +71,7 @@ def _optimizers(context: Context, files: Files, *, beside: bool = False) -> list
             for call in _calls(syntax, line)
             if any(name.startswith("torch.optim.") for name in syntax.means(call.func))
         ]
-        if not calls and not beside:
-            raise RefusedError(f"{source} does not call a class of torch.optim")
+        refuse(not calls and not beside, f"{source} does not call a class of torch.optim")
         found += [(syntax, call) for call in calls]
     return found
 
@@ -218,8 +215,7 @@ def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Change:
         for call in syntax.all(cst.Call, statement)
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "item" and not call.args
     ]
-    if not edits:
-        raise RefusedError("the values are read for other things than a sum that is kept")
+    refuse(not edits, "the values are read for other things than a sum that is kept")
     note = "the sum is then a tensor on the GPU, with the loss's precision: float(total) where it is used"
     syntax, first = edits[0]
     return Change.of(edits, syntax.file.line_of(first.start), "+= loss.detach()", note)
@@ -235,15 +231,13 @@ def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Change
     for source in dict.fromkeys(event.site.source for event in copies if not event.non_blocking):
         syntax, line = _at(source, files)
         calls = [call for call in _calls(syntax, line) if _copies(syntax, call)]
-        if source in read or not calls:
-            raise RefusedError(f"it is not clear which calls in {source} copy to the GPU")
+        refuse(source in read or not calls, f"it is not clear which calls in {source} copy to the GPU")
         if not all(_of_batch(syntax, call) for call in calls):
             level = UNSAFE
         edits += [(syntax, e) for call in calls if (e := switched_on(syntax, call, "non_blocking"))]
     pinned = [_pinned(source, files) for source in dict.fromkeys(e.source for e in program.loaders)]
     edits += filter(None, pinned)
-    if not edits:
-        raise RefusedError("the batches come from no DataLoader of yours")
+    refuse(not edits, "the batches come from no DataLoader of yours")
     warning = "what is copied must not be a tensor of the GPU's, nor be written to meanwhile"
     summary = "pin_memory=True, non_blocking=True" if any(pinned) else "non_blocking=True"
     syntax, first = edits[0]
@@ -292,8 +286,7 @@ def _pinned(source: str, files: Files) -> tuple[Syntax, Edit] | None:
     """The edit that has a loader pin its batches; None where it does."""
     syntax, line = _at(source, files)
     calls = [each for each in _calls(syntax, line) if syntax.means(each.func) & _LOADERS]
-    if len(calls) != 1:
-        raise RefusedError(f"{source} does not call DataLoader once")
+    refuse(len(calls) != 1, f"{source} does not call DataLoader once")
     if any(argument.star == "**" for argument in calls[0].args):
         raise RefusedError(f"the loader in {source} gets arguments that stand elsewhere")
     edit = switched_on(syntax, calls[0], "pin_memory")
@@ -304,13 +297,108 @@ def _loop_at_once(finding: Finding, context: Context, files: Files) -> Change:
     """A loop over parameters: as multi-tensor operations."""
     syntax, line = _at(finding.source, files)
     loops = [each for each in syntax.all(cst.For) if _lies_in(syntax, line, each)]
-    if not loops:
-        raise RefusedError(f"line {line} of {syntax.file.name} is in no loop")
+    refuse(not loops, f"line {line} of {syntax.file.name} is in no loop")
     torch, imports = torch_name(syntax)
     loop = loops[-1]
     edit = syntax.replaced(loop, at_once(syntax, loop, torch))
     summary = f"{torch}._foreach_… for the loop"
     return Change.of([*imports, (syntax, edit)], syntax.line(loop), summary, level=SAFE)
+
+
+#: In-place methods of tensors that ``torch._foreach_`` has under the same name.
+_METHODS = frozenset("mul_ add_ sub_ div_ lerp_ addcmul_ addcdiv_ clamp_min_ clamp_max_ neg_ zero_".split())
+
+
+def at_once(syntax: Syntax, loop: cst.For, torch: str) -> str:
+    """The statements that do to all tensors at once what the body does to each.
+
+    ``for a, b in zip(x.parameters(), y.parameters()): a.mul_(d).add_(b, alpha=1 - d)``.
+
+    Raises:
+        RefusedError: the loop is another.
+    """
+    lists = _lists(syntax, loop)
+    target, operations = _operations(loop)
+    refuse(target.partition(".")[0] not in lists, "the loop writes to another tensor than those it goes over")
+    indentation = syntax.indentation(syntax.line(loop))
+    newline = syntax.file.newline_after(syntax.start(loop))
+    return f"{newline}{indentation}".join(
+        f"{torch}._foreach_{name}({', '.join([_listed(target, lists), *arguments])})"
+        for name, given in operations
+        for arguments in [_arguments(syntax, given, lists)]
+    )
+
+
+def _lists(syntax: Syntax, loop: cst.For) -> dict[str, str]:
+    """What each name of the loop goes over: calls of ``parameters()``, which may be asked twice."""
+    match loop:
+        case cst.For(
+            target=cst.Tuple(elements=names), iter=cst.Call(func=cst.Name(value="zip"), args=over)
+        ) if len(names) == len(over):
+            pairs = [(element.value, argument.value) for element, argument in zip(names, over, strict=True)]
+        case _:
+            pairs = [(loop.target, loop.iter)]
+    lists = {}
+    for pair in pairs:
+        match pair:
+            case (
+                cst.Name(value=text),
+                cst.Call(func=cst.Attribute(attr=cst.Name(value="parameters")), args=[]) as asked,
+            ):
+                lists[text] = syntax.code(asked)
+            case _:
+                pairs = []
+    refuse(not pairs or loop.orelse or loop.asynchronous, "the loop is not over parameters() alone")
+    return lists
+
+
+def _operations(loop: cst.For) -> tuple[str, list[tuple[str, list[cst.Arg]]]]:
+    """The tensor that the only statement writes to, and the methods it calls, in order."""
+    match loop.body:
+        case cst.IndentedBlock(body=[cst.SimpleStatementLine(body=[cst.Expr(value=call)])]):
+            pass
+        case _:
+            raise RefusedError("the loop does more than one thing")
+    found: list[tuple[str, list[cst.Arg]]] = []
+    node: cst.BaseExpression = call
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        if node.func.attr.value not in _METHODS:
+            raise RefusedError(f"there is no multi-tensor form of {node.func.attr.value}")
+        found.insert(0, (node.func.attr.value, list(node.args)))
+        node = node.func.value
+    return _tensor(node), found
+
+
+def _tensor(node: cst.BaseExpression) -> str:
+    """``p`` or ``p.data``; what else is written to, nobody knows the list of."""
+    match node:
+        case cst.Name(value=name):
+            return name
+        case cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value="data")):
+            return f"{name}.data"
+    raise RefusedError("the loop writes to something else than its tensors")
+
+
+def _listed(tensor: str, lists: dict[str, str]) -> str:
+    name, dot, _ = tensor.partition(".")
+    return f"[each.data for each in {lists[name]}]" if dot else f"list({lists[name]})"
+
+
+def _arguments(syntax: Syntax, arguments: list[cst.Arg], lists: dict[str, str]) -> list[str]:
+    """The arguments, with lists for tensors; a number may not depend on which tensor it is for."""
+    written = []
+    for argument in arguments:
+        names = {name.value for name in syntax.all(cst.Name, argument.value)} & lists.keys()
+        word = f"{argument.keyword.value}=" if argument.keyword else ""
+        if names:
+            code = syntax.code(argument.value).removesuffix(".data").removesuffix(".detach()")
+            refuse(word or argument.star or code not in lists, "what it adds depends on each tensor")
+            code = syntax.code(argument.value)
+            form = ".data" if code.endswith((".data", ".detach()")) else ""
+            written.append(_listed(f"{next(iter(names))}{form}", lists))
+        else:
+            written.append(f"{word}{syntax.code(argument.value)}")
+    return written
 
 
 # ---- places ------------------------------------------------------------------------------------
@@ -328,8 +416,7 @@ def _at(source: str, files: Files) -> tuple[Syntax, int]:
         RefusedError: it is not the user's to change.
     """
     name, _, line = source.rpartition(":")
-    if not name or not Path(name).is_file():
-        raise RefusedError(f"{source or 'what makes it'} is no file of yours")
+    refuse(not name or not Path(name).is_file(), f"{source or 'what makes it'} is no file of yours")
     syntax = files.syntax(name)
     files.require_own(syntax)
     return syntax, int(line)
