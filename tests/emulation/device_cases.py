@@ -36,6 +36,11 @@ class Nobody:
         COPIES.append(kind)
 
     def assumed(self, name, tensor, value): ...
+    def took(self, tensor): ...
+    def forget_most(self): ...
+
+    def memory(self):
+        return 3 << 20, 5 << 20, 7 << 20
 
 
 def case(name):
@@ -456,10 +461,20 @@ def _():
         torch.zeros(2, device="cuda")
     properties = cuda.get_device_properties(0)
     return [
-        cuda.memory_stats()["allocated_bytes.all.peak"],
+        [cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved()],
+        cuda.mem_get_info()[1] - cuda.mem_get_info()[0],
+        "Allocated memory" in cuda.memory_summary(),
         cuda.memory_snapshot(),
         properties.shared_memory_per_block_optin < properties.shared_memory_per_multiprocessor,
     ]
+
+
+@case("conjugates")
+def _():
+    waves = torch.randn(5, 6, dtype=torch.complex64, device="cuda", requires_grad=True)
+    torch.fft.hfft(waves).sum().backward()
+    turned = waves.detach().conj()
+    return [turned.is_conj(), list(turned.real.shape), turned.imag.is_neg(), list(waves.grad.shape)]
 
 
 @case("profilers")

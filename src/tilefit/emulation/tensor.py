@@ -60,7 +60,7 @@ class CudaTensor(torch.Tensor):
         for its class makes another."""
         if requires_grad is not None:
             return torch.nn.Parameter(inner, requires_grad)  # type: ignore[return-value]
-        return torch.Tensor._make_wrapper_subclass(
+        made: CudaTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -68,6 +68,11 @@ class CudaTensor(torch.Tensor):
             storage_offset=inner.storage_offset(),
             device=CUDA,
         )
+        if inner.is_conj():
+            torch._C._set_conj(made, True)
+        if inner.is_neg():
+            torch._C._set_neg(made, True)
+        return made
 
     def __init__(
         self, inner: torch.Tensor, value: Value | None = None, *, requires_grad: bool | None = None

@@ -48,7 +48,7 @@ def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
     torch.autograd.set_multithreading_enabled(False).__enter__()  # else hooks lose the user's line
     _torch._C._set_only_lift_cpu_tensors(True)
     register_shapes()
-    answers.install(gpu)
+    answers.install(gpu, device.watch)
     _types()
     _functions(device)
     _graphs(device)

@@ -189,6 +189,39 @@ for _ in range(4):
     assert step.program.step.startswith(said)
 
 
+def test_who_logs_how_full_the_gpu_is_is_answered(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import subprocess
+import torch
+net = torch.nn.Linear(1024, 1024, device="cuda")
+optimizer = torch.optim.Adam(net.parameters())
+held = sum(p.nbytes for p in net.parameters())
+query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+for _ in range(4):
+    torch.cuda.reset_peak_memory_stats()
+    net(torch.randn(4096, 1024).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert 3 * held <= torch.cuda.memory_allocated() < 3.1 * held  # parameters and Adam's two averages
+    assert torch.cuda.max_memory_allocated() > 3 * held + 4096 * 1024 * 4
+    assert torch.cuda.mem_get_info()[0] <= torch.cuda.mem_get_info()[1] - torch.cuda.max_memory_allocated()
+    assert "Allocated memory" in torch.cuda.memory_summary()
+    assert subprocess.check_output(query, text=True) == "NVIDIA H100 SXM 80GB, 81920\\n"
+    try:
+        import pynvml
+    except ImportError:
+        continue
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    assert pynvml.nvmlDeviceGetMemoryInfo(handle).used == torch.cuda.memory_allocated()
+    assert pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU) == 0
+""",
+    )
+    assert step.memory.peak_bytes > 4096 * 1024 * 4
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

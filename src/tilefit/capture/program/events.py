@@ -112,6 +112,18 @@ class Meetings:
             after = len(self.order)
             self.events.append(HostEvent(len(self.recorder.ops), kind, name, site, after=after, **fields))
 
+    def took(self, tensor: torch.Tensor) -> None:
+        """Memory is taken by what came from the host."""
+        self.recorder.identify(tensor)
+
+    def memory(self) -> tuple[int, int, int]:
+        """Bytes that tensors take now, at most since :meth:`forget_most`, and at most ever."""
+        return self.recorder.live_bytes, self.recorder.most_bytes, self.recorder.ever_bytes
+
+    def forget_most(self) -> None:
+        """What tensors take at most is looked for from now on."""
+        self.recorder.most_bytes = self.recorder.live_bytes
+
     def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
         """A value was made up."""
         what = f"{DTYPES.get(tensor.dtype, str(tensor.dtype))}[{','.join(map(str, tensor.shape))}]"

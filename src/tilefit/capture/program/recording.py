@@ -20,6 +20,15 @@ from tilefit.errors import CaptureError
 class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records what runs on the ``meta`` tensors within the emulated GPU's."""
 
+    #: The most that was alive since the program asked to look for that, and ever.
+    most_bytes = ever_bytes = 0
+
+    def _identify(self, storage: torch.UntypedStorage) -> int:
+        number = super()._identify(storage)
+        self.most_bytes = max(self.most_bytes, self.live_bytes)
+        self.ever_bytes = max(self.ever_bytes, self.live_bytes)
+        return number
+
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory."""
         return super().identify(_inner(tensor))

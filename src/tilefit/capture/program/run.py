@@ -23,10 +23,12 @@ from tilefit.capture.program.contained import Surroundings, contained
 from tilefit.capture.program.distributed import one_rank
 from tilefit.capture.program.finding import StepFinder
 from tilefit.capture.program.invariants import ON_CPU
+from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.window import Window
 from tilefit.capture.script import failure, run_as_main
 from tilefit.capture.sites import noting_makers, user_line
+from tilefit.emulation import nvml
 from tilefit.emulation.mail import Mail
 from tilefit.errors import CaptureError, TargetError, TilefitError
 from tilefit.gpus import Gpu
@@ -91,10 +93,12 @@ def on_emulated_gpu(
         fake: Random data take the place of data that are missing.
         mail: By which other ranks of the program answer.
     """
+    nvml.put_command(folder, gpu)
     with contained(folder, fake=fake) as around:
         modes = ProgramModes(gpu, mail)
         modes.meetings.is_loading = lambda: around.loaders.drawing
-        with one_rank(modes.recorder), noting_makers(), modes.running():
+        tools = changed({"pynvml": lambda module: nvml.answer(module, gpu, modes.meetings)})
+        with one_rank(modes.recorder), noting_makers(), tools, modes.running():
             yield around, modes
 
 
