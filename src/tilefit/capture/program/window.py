@@ -224,6 +224,22 @@ class Window:
         return tuple(dict.fromkeys(filter(None, (call.place if call else "", *others))))
 
 
+def second(modes: ProgramModes, run: Callable[[], Any], name: str, *, steps: int = 2) -> Step:
+    """The step that ``run`` does the second time: the first makes the optimizer's state.
+
+    Raises:
+        CaptureError: a part of it was not seen.
+    """
+    window = Window(modes)
+    with window.watching():
+        run()
+        stepped = modes.steps.known[:]
+        window.begin()
+        modes.returning(run())
+    with torch._C.DisableTorchFunction():
+        return window.step(name, name, stepped, steps)
+
+
 def _when_trained(out: Any, told: Callable[[], None]) -> None:
     """Have it told when a backward pass reaches what a model returned; at once where that is never known."""
     made: list[Any] = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
