@@ -113,11 +113,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- what is alive -----------------------------------------------------------------------
 
+    def memory_of(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        """Where a tensor lies."""
+        return tensor.untyped_storage()
+
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory; new memory is counted until it is freed."""
-        return self._identify(tensor.untyped_storage())
-
-    def _identify(self, storage: torch.UntypedStorage) -> int:
+        storage = self.memory_of(tensor)
         key = storage._cdata
         number = self._ids.get(key)
         if number is None:
@@ -148,16 +150,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameter_of.pop(number, None)
         self._on_host.discard(number)
 
-    def name_parameter(self, tensor: torch.Tensor, name: str) -> None:
-        """Make operations that read ``tensor``, a view or a cast copy of it say which parameter it is."""
+    def name_parameter(self, tensor: torch.Tensor, name: str) -> int:
+        """:meth:`keep` a parameter; operations that read it, a view or a cast copy of it say which it is."""
         self._parameter_of[self.identify(tensor)] = name
-        self.keep([tensor], PARAMETERS)
+        return self.keep([tensor], PARAMETERS)
 
-    def keep(self, tensors: Iterable[torch.Tensor], owner: str) -> None:
-        """Take these for what a model holds: their memory does not grow with the batch."""
-        numbers = [self.identify(tensor) for tensor in tensors]
-        self._kept.update(numbers)
-        self._owners.update(dict.fromkeys(numbers, owner))
+    def keep(self, tensors: Iterable[torch.Tensor], owner: str) -> int:
+        """Take these for what a model holds: their memory does not grow with the batch. Returns the bytes of
+        those that were taken for inputs, or not seen."""
+        added = 0
+        for tensor in tensors:
+            number = self.identify(tensor)
+            if self._owners.get(number, INPUTS) == INPUTS:
+                added += self.memory_of(tensor).nbytes()
+            self._kept.add(number)
+            self._owners[number] = owner
+        return added
 
     def own(self, tensors: Iterable[torch.Tensor], owner: str) -> None:
         """Note whose the memory is of those tensors that were seen."""
@@ -165,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory; -1 where it was not seen."""
-        return self._ids.get(tensor.untyped_storage()._cdata, -1)
+        return self._ids.get(self.memory_of(tensor)._cdata, -1)
 
     def keep_saved(self) -> None:
         """Take what is alive now for what a backward pass reads."""

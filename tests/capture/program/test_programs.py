@@ -93,6 +93,8 @@ def test_a_program_prices_as_its_model_by_a_factory(tmp_path: Path) -> None:
     # Here what cuDNN reserves is counted, too.
     reserve = 256 * 16 * 5 * 64 * 2
     assert step.memory.peak_bytes == pytest.approx(own.memory.peak_bytes + reserve, rel=0.02)
+    inputs = 16 * 3 * 18 * 18 * 4 + 16 * 8  # here activations as others
+    assert step.memory.saved_bytes == pytest.approx(own.memory.saved_bytes + reserve + inputs, rel=0.02)
     assert step.parameter_count == own.parameter_count
     assert (step.settings.amp, step.settings.optimizer, step.batch) == ("bf16", "adamw", 16)
     assert step.program is not None
