@@ -27,7 +27,7 @@ from tilefit.capture.results import read, written
 from tilefit.capture.worker import Worker, begin, kept, leave, say, working, write
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
-from tilefit.options import MOST_LINKED, ProgramOptions, TargetOptions
+from tilefit.options import ProgramOptions, TargetOptions
 
 
 def capture_target(target: str, options: TargetOptions) -> Step:
@@ -233,7 +233,7 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
     from tilefit import gpus
     from tilefit.capture.program.confined import confine
     from tilefit.capture.program.run import capture_program
-    from tilefit.emulation.mail import Mail
+    from tilefit.emulation.mail import Mail, ranks_of_machine
 
     mail = Mail(Path(request["mail"]), request["rank"])
     tempfile.gettempdir()  # finds the user's by writing there, which no one can below
@@ -255,8 +255,7 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
     options = ProgramOptions(**{**request["program"], "arguments": tuple(request["program"]["arguments"])})
     if not options.ranks and request["rank"] != int(os.environ.get("RANK", 0)):
         world = int(os.environ["WORLD_SIZE"])
-        nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", min(world, MOST_LINKED)))
-        options = replace(options, ranks=world, nodes=nodes)
+        options = replace(options, ranks=world, nodes=world // ranks_of_machine(world))
     if options.ranks:
         options = replace(options, rank=request["rank"])
     capture_program(options, gpus.get(request["gpu"]), folder, done, keep, partial(say, folder), mail)

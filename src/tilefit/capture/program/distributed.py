@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +13,8 @@ from torch.autograd import Variable
 
 from tilefit.capture.program.late import changed
 from tilefit.capture.recorder import Recorder
+from tilefit.emulation.mail import ranks_of_machine
 from tilefit.ops import BACKWARD_DATA
-from tilefit.options import MOST_LINKED
 
 
 class _Engine:
@@ -83,7 +82,7 @@ def rank() -> int:
 
 def per_machine() -> int:
     """Of them in one machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks(), MOST_LINKED)))
+    return ranks_of_machine(ranks())
 
 
 def _groups(state: Any) -> list[Any]:
