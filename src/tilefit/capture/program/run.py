@@ -122,8 +122,8 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
         if not isinstance(error, SystemExit):
             _print_from_its_first_line(error)
         hint = "The program failed on the emulated GPU; see above."
-        if around.found:
-            hint += f" It may expect other data than were made up: {'; '.join(around.found)}."
+        if around.sources.found:
+            hint += f" It may expect other data than were made up: {'; '.join(around.sources.found)}."
         return failure(error, options.program, hint)
     return None
 
@@ -208,9 +208,9 @@ class _Capture:
             options.steps,
             self._begin,
             self._end,
+            modes.sites.source_line,
             self._first_ended,
             self._still_called,
-            modes.sites.source_line,
         )
         #: Of what trains nothing, the first call of its model.
         self._first: Step | TilefitError | None = None
@@ -272,7 +272,7 @@ class _Capture:
         program = replace(
             step.program,
             loaders=loaders,
-            fake=tuple(self.around.found),
+            fake=tuple(self.around.sources.found),
             optimizers=self.finder.lines,
             network=self.options.network,
         )
