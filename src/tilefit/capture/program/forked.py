@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from tilefit import gpus
 from tilefit.capture.optimizer import made_optimizer
-from tilefit.capture.real import loss_of_forward
+from tilefit.capture.real import loss_of_forward, scaled_step
 from tilefit.capture.results import read, written
 from tilefit.capture.worker import write
 from tilefit.errors import CaptureError, TilefitError
@@ -122,9 +122,7 @@ def _step(loop: Loop, gpu: str) -> Step:
         modes.compiling.whole = loop.options.compile
         model = loop.model.to("cuda").train()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = made_optimizer(loop.options.optimizer, parameters)
-        for group in optimizer.param_groups:
-            group["fused"] = loop.options.fused_optimizer or None
+        optimizer = made_optimizer(loop.options.optimizer, parameters, fused=loop.options.fused_optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=loop.options.amp == "fp16")
         # How batches get there is the loader's matter, and not seen.
         inputs = tree_map(lambda x: x.to("cuda") if isinstance(x, torch.Tensor) else x, loop.inputs)
@@ -139,9 +137,5 @@ def _optimize(loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, sc
         loss = loss_of_forward(model, loop.inputs, loop.options, loop.loss, "cuda")
         assert loss is not None  # of a training step
         scaler.scale(loss / loop.accumulates if loop.accumulates > 1 else loss).backward()
-    if loop.clips:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], loop.clips)
-    scaler.step(optimizer)
-    scaler.update()
+    scaled_step(optimizer, scaler, loop.clips or None)
     optimizer.zero_grad()
