@@ -38,10 +38,8 @@ class Recording(Protocol):
     device: str
     tf32_matmul: bool
     tf32_conv: bool
-
-    @property
-    def current_phase(self) -> str:
-        """The phase that was set; empty where autograd's state decides."""
+    #: The phase that was set; empty where autograd's state decides.
+    current_phase: str
 
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory."""

@@ -25,7 +25,6 @@ from tilefit.ops.program import (
     WAIT,
     Assumption,
     Exchange,
-    HostEvent,
     Ordered,
 )
 
@@ -41,7 +40,7 @@ class Meetings:
     def __init__(self, recorder: ProgramRecorder, calls: ProgramCalls) -> None:
         self.recorder = recorder
         self.calls = calls
-        self.events: list[HostEvent] = []
+        self.events = recorder.meetings
         self.exchanges: list[Exchange] = []
         self.order: list[Ordered] = []
         #: Numbers of the memory that collectives wrote.
@@ -95,7 +94,8 @@ class Meetings:
         """The host waits; ``item`` may be what ``float(loss)`` or ``if loss > 3`` asked."""
         if event and not any(o.kind == RECORD and o.number == event for o in self._latest()):
             name = EARLIER
-        self._met(WAIT, self.calls.asking.strip("_") or name if name == "item" else name, event=event)
+        name = self.calls.asking.strip("_") or name if name == "item" else name
+        self.recorder.met(WAIT, name, event=event, after=len(self.order))
 
     def _latest(self) -> Iterator[Ordered]:
         """What streams were asked for since the last operation."""
@@ -103,14 +103,8 @@ class Meetings:
 
     def copied(self, kind: str, tensor: torch.Tensor, pinned: bool, non_blocking: bool) -> None:
         """Something is copied."""
-        size = tensor.numel() * tensor.element_size()
-        self._met(kind, "to", bytes=size, pinned=pinned, non_blocking=non_blocking)
-
-    def _met(self, kind: str, name: str, **fields: Any) -> None:
-        if not self.recorder.muted:
-            site = self.recorder.sites.forward_site()
-            after = len(self.order)
-            self.events.append(HostEvent(len(self.recorder.ops), kind, name, site, after=after, **fields))
+        how = {"pinned": pinned, "non_blocking": non_blocking, "after": len(self.order)}
+        self.recorder.met(kind, "to", bytes=tensor.numel() * tensor.element_size(), **how)
 
     def took(self, tensor: torch.Tensor) -> None:
         """Memory is taken by what came from the host."""

@@ -75,11 +75,8 @@ class Loaders:
                     raise StopIteration
                 return copy.deepcopy(slow.batch)
             before, start = self._made_up(), time.perf_counter()
-            self.drawing = True
-            try:
+            with patch.object(self, "drawing", True):
                 batch = draw(iterator)
-            finally:
-                self.drawing = False
             seconds = time.perf_counter() - start
             first = next((each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)), None)
             self._sizes[loader] = len(first) if first is not None and first.dim() else 1

@@ -138,11 +138,8 @@ class Window:
         forward = stage.forward_one_chunk
 
         def forward_one_chunk(self_: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            self._chunk = chunk
-            try:
+            with patch.object(self, "_chunk", chunk):
                 return forward(self_, chunk, *args, **kwargs)
-            finally:
-                self._chunk = None
 
         stage.forward_one_chunk = forward_one_chunk
 
