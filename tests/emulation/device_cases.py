@@ -146,6 +146,14 @@ def _():
     return [str(y.device), list(y.shape), list(weight.grad.shape)]
 
 
+@case("made sparse")
+def _():
+    links = torch.eye(5, device="cuda")
+    links[0, 3] = 2
+    made = [links.to_sparse(), links.to_sparse_csr()]
+    return [[each._nnz(), each.is_coalesced(), list((each @ gpu(5, 3)).shape)] for each in made]
+
+
 @case("coalesced")
 def _():
     listed = torch.sparse_coo_tensor([[1, 0], [0, 1]], [1.0, 2.0], (2, 3)).cuda()

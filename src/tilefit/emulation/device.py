@@ -288,10 +288,10 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _not_dense(f"a tensor of layout {tensor.layout}")
         for part in parts:
             self.copied(TO_GPU, getattr(tensor, part)(), non_blocking)
-        made = CudaTensor(torch.empty((), dtype=dtype, device=META).expand(tensor.shape))
-        made.entries, made.compressed = tensor._nnz(), tensor.layout != torch.sparse_coo
-        made.coalesced = made.compressed or tensor.is_coalesced()
-        return made
+        compressed = tensor.layout != torch.sparse_coo
+        coalesced = compressed or tensor.is_coalesced()
+        entries = tensor._nnz()
+        return CudaTensor.of_entries(tensor.shape, dtype, entries, compressed=compressed, coalesced=coalesced)
 
     def to_gpu(self, tensor: torch.Tensor, like: torch.Tensor) -> CudaTensor:
         """A tensor of the host's on the GPU, laid out as ``like`` on ``meta``."""

@@ -81,6 +81,15 @@ class CudaTensor(torch.Tensor):
             self.on_meta, self.value = inner, value
 
     @classmethod
+    def of_entries(
+        cls, shape: torch.Size, dtype: torch.dtype, entries: int, *, compressed: bool, coalesced: bool = True
+    ) -> CudaTensor:
+        """A sparse tensor of a shape: in CSR, or in COO."""
+        made = cls(torch.empty((), dtype=dtype, device=META).expand(shape))
+        made.entries, made.compressed, made.coalesced = entries, compressed, compressed or coalesced
+        return made
+
+    @classmethod
     def of_rows(cls, shape: torch.Size, numbers: torch.Tensor, values: torch.Tensor) -> CudaTensor:
         """A tensor of a shape that is sparse by rows: int64[1, entries] and [entries, …]."""
         strides = torch.empty(shape, device=META).stride()

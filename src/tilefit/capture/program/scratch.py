@@ -109,7 +109,8 @@ class Scratch:
                 shutil.copyfileobj(original, copy)
         return twin
 
-    def _place(self, path: Any, writes: object, keeps: bool) -> Any:
+    def place(self, path: Any, writes: object, keeps: bool) -> Any:
+        """The path under which a file is read, or written, keeping what is in it."""
         return self.write_path(path, keeps=keeps) if writes else self.read_path(path)
 
     def _is_own(self, path: Any) -> bool:
@@ -143,14 +144,14 @@ class Scratch:
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """``open``."""
-        place = self._place(file, set(mode) & set("wax+"), "w" not in mode)
+        place = self.place(file, set(mode) & set("wax+"), "w" not in mode)
         self.handed_out += place in self._given
         return self._open(place, mode, *args, **kwargs)
 
     def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """``os.open``."""
         if dir_fd is None:
-            path = self._place(path, flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT), not flags & os.O_TRUNC)
+            path = self.place(path, flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT), not flags & os.O_TRUNC)
         return self._os_open(path, flags, mode, dir_fd=dir_fd)
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -271,7 +272,7 @@ def redirected(
     def placed(function: Callable[..., Any], *, writes: bool = False) -> Callable[..., Any]:
         def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dir_fd") is None:
-                path = scratch._place(path, writes, True)
+                path = scratch.place(path, writes, True)
             return function(path, *args, **kwargs)
 
         return asked
