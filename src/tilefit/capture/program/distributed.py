@@ -85,20 +85,24 @@ def per_machine() -> int:
     return ranks_of_machine(ranks())
 
 
-def _groups(state: Any) -> list[Any]:
-    """The groups of parameters that a module gathers; before PyTorch 2.12 one at most."""
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    return groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+def _gathered(root: nn.Module) -> Iterator[Any]:
+    """The parameters that a model's modules gather, as ``fully_shard`` holds them."""
+    for module in root.modules():
+        read: Any = getattr(module, "_get_fsdp_state", None)
+        if read is None:
+            continue
+        state = read()
+        # Before PyTorch 2.12 a module has one group at most.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            yield from group.fsdp_params if group is not None else ()
 
 
 def version(module: nn.Module) -> int:
     """Changes when an optimizer, or what goes a step to and fro, writes to a model's parameters; of those
     that are gathered it is that of the shards."""
-    for each in module.modules():
-        state: Any = getattr(each, "_get_fsdp_state", None)
-        for group in _groups(state()) if state is not None else ():
-            for held in group.fsdp_params:
-                return int(held.sharded_param._version)
+    for held in _gathered(module):
+        return int(held.sharded_param._version)
     return next((p._version for p in module.parameters() if p.requires_grad), 0)
 
 
@@ -106,16 +110,11 @@ def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tupl
     """The tensors into which ``fully_shard`` gathers parameters, by their names."""
     for prefix, root in roots:
         paths = {id(module): path for path, module in root.named_modules()}
-        for module in root.modules():
-            state: Any = getattr(module, "_get_fsdp_state", None)
-            if state is None:
-                continue
-            for group in _groups(state()):
-                for held in group.fsdp_params:
-                    of = held._module_info
-                    path = f"{paths.get(id(of.module), '')}.{of.param_name}".lstrip(".")
-                    if hasattr(held, "_unsharded_param"):
-                        yield prefix + path, held._unsharded_param
+        for held in _gathered(root):
+            of = held._module_info
+            path = f"{paths.get(id(of.module), '')}.{of.param_name}".lstrip(".")
+            if hasattr(held, "_unsharded_param"):
+                yield prefix + path, held._unsharded_param
 
 
 def split_modules(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
