@@ -191,6 +191,31 @@ for _ in range(4):
     assert step.program.step.startswith(said)
 
 
+def test_a_batch_that_is_given_again_is_one_of_the_loader(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import time
+import torch
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        time.sleep(0.3)
+        return torch.zeros(1024)
+net = torch.nn.Linear(1024, 10).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+for x in torch.utils.data.DataLoader(Slow(), 8, pin_memory=True):
+    net(x.cuda(non_blocking=True)).sum().backward()
+    optimizer.step()
+""",
+    )
+    assert step.program is not None
+    assert "again and again" in step.program.fake[0]
+    assert [(e.pinned, e.bytes) for e in step.program.events if e.kind == TO_GPU] == [(True, 8 * 4096)]
+    assert not step.program.host_work
+
+
 def test_who_logs_how_full_the_gpu_is_is_answered(tmp_path: Path) -> None:
     step = _run(
         tmp_path,
