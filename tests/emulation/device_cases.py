@@ -36,6 +36,11 @@ class Nobody:
         COPIES.append(kind)
 
     def assumed(self, name, tensor, value): ...
+    def took(self, tensor): ...
+    def forget_most(self): ...
+
+    def memory(self):
+        return 3 << 20, 5 << 20, 7 << 20
 
 
 def case(name):
@@ -139,6 +144,14 @@ def _():
     y = torch.spmm(torch.ones(5, 3).to_sparse().cuda(), weight)
     torch.sparse.mm(torch.ones(4, 5).to_sparse().cuda(), y).sum().backward()
     return [str(y.device), list(y.shape), list(weight.grad.shape)]
+
+
+@case("made sparse")
+def _():
+    links = torch.eye(5, device="cuda")
+    links[0, 3] = 2
+    made = [links.to_sparse(), links.to_sparse_csr()]
+    return [[each._nnz(), each.is_coalesced(), list((each @ gpu(5, 3)).shape)] for each in made]
 
 
 @case("coalesced")
@@ -456,10 +469,20 @@ def _():
         torch.zeros(2, device="cuda")
     properties = cuda.get_device_properties(0)
     return [
-        cuda.memory_stats()["allocated_bytes.all.peak"],
+        [cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved()],
+        cuda.mem_get_info()[1] - cuda.mem_get_info()[0],
+        "Allocated memory" in cuda.memory_summary(),
         cuda.memory_snapshot(),
         properties.shared_memory_per_block_optin < properties.shared_memory_per_multiprocessor,
     ]
+
+
+@case("conjugates")
+def _():
+    waves = torch.randn(5, 6, dtype=torch.complex64, device="cuda", requires_grad=True)
+    torch.fft.hfft(waves).sum().backward()
+    turned = waves.detach().conj()
+    return [turned.is_conj(), list(turned.real.shape), turned.imag.is_neg(), list(waves.grad.shape)]
 
 
 @case("profilers")

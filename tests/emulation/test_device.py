@@ -43,6 +43,7 @@ def _answers() -> dict[str, Any]:
         "mixing raises": "RuntimeError: Expected all tensors to be on the same device",
         "sparse sums are refused": "CaptureError: add.Tensor of a sparse tensor",
         "sparse product": ["cuda:0", [5, 2], [3, 2]],
+        "made sparse": [[6, True, [5, 3]], [6, True, [5, 3]]],
         "coalesced": [False, True, True, False],
         "rows of a table": [*_ROWS, *_ROWS],
         "types of old": [
@@ -101,7 +102,8 @@ def _answers() -> dict[str, Any]:
         "masked select": [3, 3, 1],
         "shapes as on the CPU": [[4, 7], [3, 2], [5], "cuda:0"],
         "accelerator": "cuda:0",
-        "memory is asked for": [0, [], True],
+        "memory is asked for": [[3 << 20, 5 << 20, 8 << 20], 8 << 20, True, [], True],
+        "conjugates": [True, [5, 6], True, [5, 6]],
         "profilers": True,
         "settings of libraries": 0,
     }.items(),

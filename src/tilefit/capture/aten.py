@@ -15,7 +15,17 @@ from tilefit.capture.layouts import common_run, innermost, is_channels_last, tou
 from tilefit.capture.operations import NAMED, by_name
 from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Conv, Gemm, Op, Streaming
+from tilefit.ops import (
+    BACKWARD_DATA,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    OPTIMIZER,
+    Attention,
+    Conv,
+    Gemm,
+    Op,
+    Streaming,
+)
 from tilefit.ops.streaming import CONTIGUOUS, multi_tensor_launches
 
 #: An operation, its phase (empty: whatever autograd's state implies), what it reads and what it writes.
@@ -28,10 +38,8 @@ class Recording(Protocol):
     device: str
     tf32_matmul: bool
     tf32_conv: bool
-
-    @property
-    def current_phase(self) -> str:
-        """The phase that was set; empty where autograd's state decides."""
+    #: The phase that was set; empty where autograd's state decides.
+    current_phase: str
 
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory."""
@@ -166,6 +174,23 @@ def gemm_of(
         bias=bias,
         same_b=b.dim() > 2 and b.shape[0] > 1 and not any(b.stride()[:-2]),
     )
+
+
+def attention_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> Attention:
+    """The attention of [batch, heads, length, width] (or of other dimensions before the last two); ``given``
+    are fields of it."""
+    *batch, seq_len, head_dim = query.shape
+    sizes = {
+        "batch": batch[0] if batch else 1,
+        "num_heads": prod(batch[1:]),
+        "seq_len": seq_len,
+        "head_dim": head_dim,
+        "kv_len": key.shape[-2],
+        "num_kv_heads": key.shape[1] if query.dim() == key.dim() == 4 else 0,
+        "value_dim": value.shape[-1],
+        "dtype": DTYPES[query.dtype],
+    }
+    return Attention(**{**sizes, **given})
 
 
 def check_alike(what: str, operands: Iterable[torch.Tensor]) -> None:

@@ -8,7 +8,6 @@ model's code prints goes to standard error.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -21,14 +20,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
-from tilefit import errors
 from tilefit.capture.cache import Witness, recall, remember
 from tilefit.capture.naming import has_source, require_readable
 from tilefit.capture.ranks import Ranks
+from tilefit.capture.results import read, written
 from tilefit.capture.worker import Worker, begin, kept, leave, say, working, write
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
-from tilefit.options import MOST_LINKED, ProgramOptions, TargetOptions
+from tilefit.options import ProgramOptions, TargetOptions
 
 
 def capture_target(target: str, options: TargetOptions) -> Step:
@@ -94,9 +93,7 @@ def capture_in_child(
         TilefitError: whatever the capture raised.
     """
     (captured,) = captures_in_child(target, [options], timeout_s, fresh=fresh)
-    if isinstance(captured, TilefitError):
-        raise captured
-    return captured
+    return _step(captured)
 
 
 def captures_in_child(
@@ -133,14 +130,11 @@ def _captures(
     request = {"target": target, "options": [asdict(each) for each in options], "path": sys.path}
     with working(request) as worker:
         for index, each in enumerate(options):
-            text = worker.read(_result(index), target, timeout_s)
-            if text.startswith('{"error"'):
-                yield _error(**json.loads(text))
-                continue
-            witness, _, text = text.partition("\n")
-            if not each.sources:  # tried for a moment, and never again
+            witness, _, text = worker.read(_result(index), target, timeout_s).rpartition("\n")
+            result = read(text)
+            if isinstance(result, Step) and not each.sources:  # those are tried for a moment, and never again
                 remember(target, each, witness, text)
-            yield Step.from_json(text)
+            yield result
 
 
 def capture_program_in_child(
@@ -171,37 +165,31 @@ def capture_program_in_child(
             request = {"program": asdict(program), "gpu": gpu, "path": sys.path, "rank": rank, "mail": mail}
             return stack.enter_context(working(request, told if rank == own else lambda text: None))
 
-        ranks = Ranks(own, Path(mail), start, _result(0), _error_in)
+        ranks = Ranks(own, Path(mail), start, _result(0))
 
-        def read(worker: Worker) -> Step:
+        def step_of(worker: Worker) -> Step:
             text = worker.read(_result(0), program.program, timeout_s, ranks.look, ranks.lines)
             ranks.look()  # who is asked for, or has failed, since
-            if error := _error_in(text):
-                raise error
-            return Step.from_json(text)
+            return _step(read(text))
 
-        step = read(start(own))
+        step = step_of(start(own))
         ranks.own_ended()
         # Who is read may ask for others.
         others: dict[int, Step] = {}
         while missing := [rank for rank in ranks.workers if rank not in others]:
-            others[missing[0]] = read(ranks.workers[missing[0]])
+            others[missing[0]] = step_of(ranks.workers[missing[0]])
     others[own] = step
     return replace(step, ranks=tuple(others[rank] for rank in sorted(others))) if len(others) > 1 else step
 
 
-def _error_in(text: str) -> TilefitError | None:
-    """The error that a child has left, if it is one."""
-    return _error(**json.loads(text)) if text.startswith('{"error"') else None
+def _step(result: Step | TilefitError) -> Step:
+    if isinstance(result, TilefitError):
+        raise result
+    return result
 
 
 def _result(index: int) -> str:
     return f"{index}.json"
-
-
-def _error(error: str, what: str, where: str, hint: str) -> TilefitError:
-    kind: type[TilefitError] = getattr(errors, error)
-    return kind(what, where=where, hint=hint)
 
 
 def main() -> None:
@@ -216,10 +204,10 @@ def main() -> None:
     for index, options in enumerate(request["options"]):
         try:
             wanted = TargetOptions(**{**options, "input": tuple(options["input"])})
-            step = _captured(request["target"], wanted).to_json()
+            step = written(_captured(request["target"], wanted))
             text = f"{witness.to_json()}\n{step}"
         except TilefitError as error:
-            text = _told(error)
+            text = written(error)
         write(folder, _result(index), text)
     leave()
 
@@ -245,7 +233,7 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
     from tilefit import gpus
     from tilefit.capture.program.confined import confine
     from tilefit.capture.program.run import capture_program
-    from tilefit.emulation.mail import Mail
+    from tilefit.emulation.mail import Mail, ranks_of_machine
 
     mail = Mail(Path(request["mail"]), request["rank"])
     tempfile.gettempdir()  # finds the user's by writing there, which no one can below
@@ -256,26 +244,18 @@ def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
     def done(result: Step | TilefitError) -> NoReturn:
         # A program may have forked. Whichever process has a step has the result; that it has none, only the
         # first one knows, and only if no other was before it.
-        if not isinstance(result, TilefitError):
-            write(folder, _result(0), result.to_json())
-        elif os.getpid() == started and not (folder / _result(0)).exists():
-            write(folder, _result(0), _told(result))
+        first = os.getpid() == started and not (folder / _result(0)).exists()
+        if isinstance(result, Step) or first:
+            write(folder, _result(0), written(result))
         leave()
 
     def keep(step: Step) -> None:
-        write(folder, kept(_result(0)), step.to_json())
+        write(folder, kept(_result(0)), written(step))
 
     options = ProgramOptions(**{**request["program"], "arguments": tuple(request["program"]["arguments"])})
     if not options.ranks and request["rank"] != int(os.environ.get("RANK", 0)):
         world = int(os.environ["WORLD_SIZE"])
-        nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", min(world, MOST_LINKED)))
-        options = replace(options, ranks=world, nodes=nodes)
+        options = replace(options, ranks=world, nodes=world // ranks_of_machine(world))
     if options.ranks:
         options = replace(options, rank=request["rank"])
     capture_program(options, gpus.get(request["gpu"]), folder, done, keep, partial(say, folder), mail)
-
-
-def _told(error: TilefitError) -> str:
-    return json.dumps(
-        {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
-    )

@@ -1,23 +1,23 @@
 """Calls that CUDA runs as one fused kernel where a CPU build of PyTorch runs many.
 
-Each is an autograd function on shapes alone: it records what CUDA executes, forward and backward, and
-allocates what CUDA allocates. Where tensors have values, :class:`FusedCalls` puts them into the results; the
-gradients are zeros.
+Each is a kernel of one autograd function on shapes alone: it records what CUDA executes, forward and
+backward, and allocates what CUDA allocates. Where tensors have values, :class:`FusedCalls` puts them into the
+results; the gradients are zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tilefit.capture.aten import check_alike
+from tilefit.capture.aten import attention_of, check_alike
 from tilefit.capture.autocast import AutocastState, cross_entropy
 from tilefit.capture.dtypes import DTYPES, product_dtype
 from tilefit.capture.layouts import touched_bytes
@@ -89,31 +89,60 @@ def _empty_like_heads(x: torch.Tensor, width: int) -> torch.Tensor:
     return x.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
-class _FusedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, calls: FusedCalls, op: Attention, *operands: Any) -> torch.Tensor:
-        query, key, value, mask = operands
-        out = _empty_like_heads(query, op.value_dim)
-        logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
-        reads = [t for t in operands if t is not None]
-        calls.recorder.record(op, "aten.scaled_dot_product_attention", reads, [out])
-        calls.leave_empty()
-        ctx.calls, ctx.op = calls, op
-        ctx.save_for_backward(query, key, value, mask, out, logsumexp)
-        return out
+class _Kernel(Protocol):
+    """What CUDA runs for a call, forward and backward."""
+
+    def forward(self, recorder: Recorder, *operands: Any) -> tuple[Any, Sequence[torch.Tensor]]:
+        """Record it; what it makes, and what it keeps for the backward pass beside its operands."""
+
+    def backward(self, ctx: Any, grads: Any, *kept: Any) -> Sequence[torch.Tensor | None]:
+        """Record the operands' gradients; ``kept`` are the operands and what was kept beside them."""
+
+
+class _Recorded(torch.autograd.Function):
+    """A call that is recorded, and whose results are left empty."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        query, key, value, mask, out, _ = ctx.saved_tensors
-        grads = [_empty_like_heads(t, t.shape[-1]) for t in (query, key, value)]
-        op = ctx.op
-        backward = replace(op, direction=BACKWARD_DATA)
-        reads = [t for t in (grad, query, key, value, out, mask) if t is not None]
+    def forward(ctx: Any, calls: FusedCalls, kernel: _Kernel, *operands: Any) -> Any:
+        made, kept = kernel.forward(calls.recorder, *operands)
+        calls.leave_empty()
+        ctx.calls, ctx.kernel, ctx.recorder = calls, kernel, calls.recorder
+        ctx.save_for_backward(*operands, *kept)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        made = ctx.kernel.backward(ctx, grads, *ctx.saved_tensors)
+        ctx.calls.zero(_given(made))
+        return (None, None, *made)
+
+
+def _recorded(calls: FusedCalls, kernel: _Kernel, *operands: Any) -> Any:
+    return _Recorded.apply(calls, kernel, *operands)  # type: ignore[no-untyped-call]
+
+
+def _given(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedAttention:
+    op: Attention
+
+    def forward(self, recorder: Recorder, query: torch.Tensor, *others: Any) -> Any:
+        out = _empty_like_heads(query, self.op.value_dim)
+        logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
+        recorder.record(self.op, "aten.scaled_dot_product_attention", _given((query, *others)), [out])
+        return out, (out, logsumexp)
+
+    def backward(self, ctx: Any, grads: Any, *kept: Any) -> Sequence[torch.Tensor | None]:
+        *operands, mask, out, _ = kept
+        made = [_empty_like_heads(t, t.shape[-1]) for t in operands]
         grad_mask = torch.empty_like(mask) if mask is not None and mask.requires_grad else None
-        writes = grads if grad_mask is None else [*grads, grad_mask]
-        ctx.calls.recorder.record(backward, "aten.scaled_dot_product_attention_backward", reads, writes)
-        ctx.calls.zero(writes)
-        return (None, None, *grads, grad_mask)
+        op = replace(self.op, direction=BACKWARD_DATA)
+        reads, writes = _given((*grads, *operands, out, mask)), _given((*made, grad_mask))
+        ctx.recorder.record(op, "aten.scaled_dot_product_attention_backward", reads, writes)
+        return (*made, grad_mask)
 
 
 def _unfused(
@@ -188,20 +217,8 @@ def scaled_dot_product_attention(
     check_alike("an attention", (query, key, value))
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return unfused()
-    *batch, seq_len, head_dim = query.shape
-    op = Attention(
-        batch=batch[0] if batch else 1,
-        num_heads=prod(batch[1:]),
-        seq_len=seq_len,
-        head_dim=head_dim,
-        kv_len=key.shape[-2],
-        num_kv_heads=key.shape[1] if query.dim() == key.dim() == 4 else 0,
-        value_dim=value.shape[-1],
-        is_causal=is_causal,
-        mask_bytes=0 if attn_mask is None else _mask_bytes(attn_mask),
-        dropout_p=dropout_p,
-        dtype=DTYPES[query.dtype],
-    )
+    mask_bytes = 0 if attn_mask is None else _mask_bytes(attn_mask)
+    op = attention_of(query, key, value, is_causal=is_causal, mask_bytes=mask_bytes, dropout_p=dropout_p)
     reason = _why_unfused(query, key, value, attn_mask)
     if reason:
         with calls.recorder.sites.falling_back(op, reason):
@@ -218,46 +235,39 @@ def fused_attention(
     mask: torch.Tensor | None = None,
 ) -> Any:
     """Record an attention as one kernel, forward and backward; returns what it makes."""
-    return _FusedAttention.apply(calls, op, query, key, value, mask)  # type: ignore[no-untyped-call]
+    return _recorded(calls, _FusedAttention(op), query, key, value, mask)
 
 
-class _Recurrence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, calls: FusedCalls, op: Recurrent, output_shape: Sequence[int], *tensors: torch.Tensor
-    ) -> Any:
-        x = tensors[0]
-        output = x.new_empty(output_shape)
+@dataclass(frozen=True, slots=True)
+class _Recurrence:
+    op: Recurrent
+    output_shape: Sequence[int]
+
+    def forward(self, recorder: Recorder, x: torch.Tensor, *others: torch.Tensor) -> Any:
+        op = self.op
+        output = x.new_empty(self.output_shape)
         layers = op.num_layers * op.directions
-        state = x.new_empty((layers, op.batch, op.output_size))
-        cell = x.new_empty((layers, op.batch, op.hidden_size)) if op.mode == "LSTM" else None
+        states = [x.new_empty((layers, op.batch, op.output_size))]
+        if op.mode == "LSTM":
+            states.append(x.new_empty((layers, op.batch, op.hidden_size)))
         # What cuDNN reserves for the backward pass: the gates (and the cell) of every step.
-        per_step = (op.gates + (1 if op.mode == "LSTM" else 0)) * op.hidden_size
+        per_step = (op.gates + len(states) - 1) * op.hidden_size
         reserve = x.new_empty(layers * op.all_rows * per_step)
-        calls.recorder.record(op, f"aten.{op.mode.lower()}", tensors, [output])
-        calls.leave_empty()
-        ctx.calls, ctx.op = calls, op
-        ctx.save_for_backward(*tensors, output, reserve)
-        return (output, state, cell) if cell is not None else (output, state)
+        recorder.record(op, f"aten.{op.mode.lower()}", (x, *others), [output])
+        return (output, *states), (output, reserve)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *state_grads: torch.Tensor) -> Any:
-        *tensors, output, reserve = ctx.saved_tensors
-        grads = [
-            torch.empty_like(t) if needed else None
-            for t, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True)
-        ]
-        record, op = ctx.calls.recorder.record, ctx.op
-        for direction in (BACKWARD_DATA, BACKWARD_WEIGHT):
-            record(
-                replace(op, direction=direction),
-                f"aten.{op.mode.lower()}_backward",
-                [grad, reserve, *(tensors if direction == BACKWARD_DATA else (tensors[0], output))],
-                [g for g in (grads[:1] if direction == BACKWARD_DATA else grads[1:]) if g is not None],
-                direction,
-            )
-        ctx.calls.zero([g for g in grads if g is not None])
-        return (None, None, None, *grads)
+    def backward(self, ctx: Any, grads: Any, *kept: Any) -> Sequence[torch.Tensor | None]:
+        *tensors, output, reserve = kept
+        needed = zip(tensors, ctx.needs_input_grad[2:], strict=True)
+        made = [torch.empty_like(t) if is_needed else None for t, is_needed in needed]
+        for direction, reads, writes in (
+            (BACKWARD_DATA, tensors, made[:1]),
+            (BACKWARD_WEIGHT, [tensors[0], output], made[1:]),
+        ):
+            op = replace(self.op, direction=direction)
+            name = f"aten.{op.mode.lower()}_backward"
+            ctx.recorder.record(op, name, [grads[0], reserve, *reads], _given(writes), direction)
+        return made
 
 
 def _recurrent(mode_name: str, calls: FusedCalls, *args: Any) -> Any:
@@ -300,7 +310,7 @@ def _recurrent(mode_name: str, calls: FusedCalls, *args: Any) -> Any:
         persistent=_purpose(x, *states, *weights) if persistent else "",
     )
     shape = (*x.shape[:-1], op.directions * op.output_size)
-    return _Recurrence.apply(calls, op, shape, x, *states, *weights)  # type: ignore[no-untyped-call]
+    return _recorded(calls, _Recurrence(op, shape), x, *states, *weights)
 
 
 def _purpose(*tensors: torch.Tensor) -> str:
@@ -327,36 +337,32 @@ def recurrent_layer(calls: FusedCalls, *args: Any) -> Any:
         persistent=_purpose(*tensors),
     )
     shape = (steps, batch, directions, hidden)
-    out, *states = _Recurrence.apply(calls, op, shape, *tensors)  # type: ignore[no-untyped-call]
+    out, *states = _recorded(calls, _Recurrence(op, shape), *tensors)
     # What the operator saves for backward, this autograd function has saved already.
     empty = x.new_empty(0)
     return (out, *states, *[empty] * (4 - len(states)))
 
 
-class _CellPointwise(torch.autograd.Function):
+@dataclass(frozen=True, slots=True)
+class _CellPointwise:
     """The gates of a recurrent cell: one fused kernel over the two products."""
 
-    @staticmethod
-    def forward(ctx: Any, calls: FusedCalls, states: int, gates: torch.Tensor, *rest: torch.Tensor) -> Any:
-        hidden = rest[-1]
-        outputs = tuple(torch.empty_like(hidden) for _ in range(states))
-        _record_streaming(calls, "aten._thnn_fused_cell", "pointwise", (gates, *rest), outputs)
-        calls.leave_empty()
-        ctx.calls = calls
-        ctx.save_for_backward(gates, *rest)
-        return outputs
+    states: int
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        saved = ctx.saved_tensors
-        results = [torch.empty_like(t) for t in saved]
-        _record_streaming(ctx.calls, "aten._thnn_fused_cell_backward", "pointwise", (*grads, *saved), results)
-        ctx.calls.zero(results)
-        return (None, None, *results)
+    def forward(self, recorder: Recorder, *operands: torch.Tensor) -> Any:
+        outputs = tuple(torch.empty_like(operands[-1]) for _ in range(self.states))
+        _record_streaming(recorder, "aten._thnn_fused_cell", "pointwise", operands, outputs)
+        return outputs, ()
+
+    def backward(self, ctx: Any, grads: Any, *kept: Any) -> Sequence[torch.Tensor | None]:
+        made = [torch.empty_like(t) for t in kept]
+        name = "aten._thnn_fused_cell_backward"
+        _record_streaming(ctx.recorder, name, "pointwise", (*grads, *kept), made)
+        return made
 
 
 def _record_streaming(
-    calls: FusedCalls,
+    recorder: Recorder,
     name: str,
     role: str,
     reads: Sequence[torch.Tensor],
@@ -373,7 +379,7 @@ def _record_streaming(
         flop_per_element=5,
         inner=inner,
     )
-    calls.recorder.record(op, name, reads, writes)
+    recorder.record(op, name, reads, writes)
 
 
 def _cell(
@@ -389,35 +395,31 @@ def _cell(
     hidden = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     of_input = torch.nn.functional.linear(x, w_ih)
     of_state = torch.nn.functional.linear(hidden[0], w_hh)
-    biases = [b for b in (b_ih, b_hh) if b is not None]
-    outputs = _CellPointwise.apply(calls, states, of_input, of_state, *biases, *hidden)  # type: ignore[no-untyped-call]
+    outputs = _recorded(calls, _CellPointwise(states), of_input, of_state, *_given((b_ih, b_hh)), *hidden)
     return outputs if states > 1 else outputs[0]
 
 
 _RMS_NORM = "aten._fused_rms_norm"
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, calls: FusedCalls, rows: int, x: torch.Tensor, weight: torch.Tensor | None) -> Any:
-        out = torch.empty_like(x)
-        rstd = x.new_empty(rows, dtype=torch.float32)
-        reads = [t for t in (x, weight) if t is not None]
-        _record_streaming(calls, _RMS_NORM, "normalization", reads, [out], x.numel() // max(1, rows))
-        calls.leave_empty()
-        ctx.calls, ctx.rows = calls, rows
-        ctx.save_for_backward(x, weight, rstd)
-        return out
+@dataclass(frozen=True, slots=True)
+class _RmsNorm:
+    rows: int
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight, rstd = ctx.saved_tensors
-        reads = [t for t in (grad, x, rstd, weight) if t is not None]
-        writes = [torch.empty_like(t) for t in (x, weight) if t is not None]
-        inner = x.numel() // max(1, ctx.rows)
-        _record_streaming(ctx.calls, f"{_RMS_NORM}_backward", "normalization", reads, writes, inner)
-        ctx.calls.zero(writes)
-        return None, None, writes[0], writes[1] if weight is not None else None
+    def forward(self, recorder: Recorder, x: torch.Tensor, weight: torch.Tensor | None) -> Any:
+        out = torch.empty_like(x)
+        rstd = x.new_empty(self.rows, dtype=torch.float32)
+        inner = x.numel() // max(1, self.rows)
+        _record_streaming(recorder, _RMS_NORM, "normalization", _given((x, weight)), [out], inner)
+        return out, (rstd,)
+
+    def backward(self, ctx: Any, grads: Any, *kept: Any) -> Sequence[torch.Tensor | None]:
+        x, weight, rstd = kept
+        made = [None if t is None else torch.empty_like(t) for t in (x, weight)]
+        reads, inner = _given((*grads, x, rstd, weight)), x.numel() // max(1, self.rows)
+        name = f"{_RMS_NORM}_backward"
+        _record_streaming(ctx.recorder, name, "normalization", reads, _given(made), inner)
+        return made
 
 
 def rms_norm(
@@ -429,46 +431,42 @@ def rms_norm(
 ) -> Any:
     """On CUDA, one kernel forward and one backward; a CPU build decomposes it."""
     rows = x.numel() // max(1, prod(normalized_shape))
-    return _RmsNorm.apply(calls, rows, x, weight)  # type: ignore[no-untyped-call]
+    return _recorded(calls, _RmsNorm(rows), x, weight)
 
 
-class _GroupedProduct(torch.autograd.Function):
+@dataclass(frozen=True, slots=True)
+class _GroupedProduct:
     """One product per expert over rows sorted by expert, taken to be shared out evenly."""
 
-    @staticmethod
-    def forward(ctx: Any, calls: FusedCalls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        experts, k, n = b.shape
-        rows = max(1, a.shape[0] // experts)
-        dtype = product_dtype(a.dtype, calls.recorder.tf32_matmul)
-        out = a.new_empty((a.shape[0], n))
-        layout = "NN" if b.stride(-1) == 1 else "TN"
-        product = Gemm(rows, n, k, dtype, layout, batch=experts)
-        calls.recorder.record(product, "aten._grouped_mm", (a, b), (out,))
-        calls.leave_empty()
-        ctx.calls, ctx.product = calls, product
-        ctx.save_for_backward(a, b)
-        return out
+    product: Gemm
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        m, n, k = ctx.product.m, ctx.product.n, ctx.product.k
-        record = ctx.calls.recorder.record
+    def forward(self, recorder: Recorder, a: torch.Tensor, b: torch.Tensor) -> Any:
+        out = a.new_empty((a.shape[0], b.shape[-1]))
+        recorder.record(self.product, "aten._grouped_mm", (a, b), (out,))
+        return out, ()
+
+    def backward(self, ctx: Any, grads: Any, *kept: Any) -> Sequence[torch.Tensor | None]:
+        (grad,), (a, b) = grads, kept
+        m, n, k = self.product.m, self.product.n, self.product.k
+        record = ctx.recorder.record
         grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
-        letter = "T" if ctx.product.layout == "NN" else "N"
-        of_data = replace(ctx.product, n=k, k=n, layout=letter + "N")
-        of_weight = replace(ctx.product, m=k, n=n, k=m, layout="NT")
+        letter = "T" if self.product.layout == "NN" else "N"
+        of_data = replace(self.product, n=k, k=n, layout=letter + "N")
+        of_weight = replace(self.product, m=k, n=n, k=m, layout="NT")
         record(of_data, "aten._grouped_mm_backward", (grad, b), (grad_a,), BACKWARD_DATA)
         record(of_weight, "aten._grouped_mm_backward", (grad, a), (grad_b,), BACKWARD_WEIGHT)
-        ctx.calls.zero([grad_a, grad_b])
-        return None, grad_a, grad_b
+        return grad_a, grad_b
 
 
 def grouped_mm(calls: FusedCalls, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Rows by expert times a stack of weights; other forms go their own way."""
     if a.dim() != 2 or b.dim() != 3:
         return NotImplemented
-    return _GroupedProduct.apply(calls, a, b)  # type: ignore[no-untyped-call]
+    experts, k, n = b.shape
+    dtype = product_dtype(a.dtype, calls.recorder.tf32_matmul)
+    layout = "NN" if b.stride(-1) == 1 else "TN"
+    product = Gemm(max(1, a.shape[0] // experts), n, k, dtype, layout, batch=experts)
+    return _recorded(calls, _GroupedProduct(product), a, b)
 
 
 def dropout(calls: FusedCalls, x: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:

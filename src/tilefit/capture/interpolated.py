@@ -97,9 +97,9 @@ def capture_sizes(
                 else:
                     found[size] = captured
 
-    many = [size for size in sizes if size > 1]
-    if over in SMOOTH and len(many) > CAPTURES + 1:
-        run(chosen := _chosen(many))
+    wanted, chosen = sizes[:: -(-len(sizes) // MOST_CAPTURES)], _chosen(over, sizes)
+    if chosen:
+        run(chosen)
         varied = not failed and not _is_constant(found)
         if varied and (between := _interpolated(found, chosen[-1])):
             # A dimension of size 1 spares copies that every larger one needs.
@@ -107,7 +107,6 @@ def capture_sizes(
             known = tuple(size for size in sizes if size not in failed)
             return StepsBySize(_compiled(lambda size: found.get(size) or between(size)), known, True, failed)
     interrupted = False
-    wanted = sizes[:: -(-len(sizes) // MOST_CAPTURES)]
     if not _is_constant(found):
         try:
             run(wanted)
@@ -141,11 +140,9 @@ def _is_constant(found: dict[int, Step]) -> bool:
 
 def first_captures(options: TargetOptions, over: str, sizes: Sequence[int]) -> list[TargetOptions]:
     """The captures that :func:`capture_sizes` begins with, in its order; mostly they are all it needs."""
-    many = [size for size in sizes if size > 1]
-    if over in SMOOTH and len(many) > CAPTURES + 1:
-        wanted = [*_chosen(many), *(size for size in sizes if size == 1)]
-    else:
-        wanted = list(sizes[:: -(-len(sizes) // MOST_CAPTURES)])
+    chosen = _chosen(over, sizes)
+    ones = [size for size in sizes if size == 1]
+    wanted = [*chosen, *ones] if chosen else sizes[:: -(-len(sizes) // MOST_CAPTURES)]
     return [at_size(options, over, size) for size in wanted]
 
 
@@ -156,8 +153,12 @@ def at_size(options: TargetOptions, over: str, size: int) -> TargetOptions:
     return replace(options, **changed, varied=over)
 
 
-def _chosen(sizes: Sequence[int]) -> list[int]:
-    """The ends and the middle; last, to check them, the least even of the others."""
+def _chosen(over: str, sizes: Sequence[int]) -> list[int]:
+    """Between which the step is interpolated: the ends and the middle; last, to check them, the least even of
+    the others. Nothing where that would not pay, or not hold."""
+    sizes = [size for size in sizes if size > 1]
+    if over not in SMOOTH or len(sizes) <= CAPTURES + 1:
+        return []
     ends = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
     others = [size for size in sizes[len(sizes) // 2 :] if size not in ends]
     return [*ends, min(others, key=lambda size: size & -size)]

@@ -104,14 +104,13 @@ class Modes:
 
     def _adopt(self, prefix: str, model: nn.Module) -> None:
         """Name a model's parameters; count them and its buffers as memory."""
-        before = self.recorder.live_bytes
         for name, parameter in model.named_parameters():
             if isinstance(parameter, nn.UninitializedParameter):
                 self.without_size[prefix + name] = parameter
             else:
-                self.recorder.name_parameter(parameter, prefix + name)
-        self.recorder.keep((buffer for buffer in model.buffers() if not is_lazy(buffer)), BUFFERS)
-        self._held_bytes += self.recorder.live_bytes - before
+                self._held_bytes += self.recorder.name_parameter(parameter, prefix + name)
+        buffers = (buffer for buffer in model.buffers() if not is_lazy(buffer))
+        self._held_bytes += self.recorder.keep(buffers, BUFFERS)
 
     def _keep_saved(self) -> None:
         """Count the activations that are there when a backward pass begins."""

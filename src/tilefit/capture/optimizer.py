@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -31,9 +31,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def made_optimizer(make: str | MakeOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer, of a name in ``OPTIMIZERS`` or of what makes one."""
-    return (OPTIMIZERS[make] if isinstance(make, str) else make)(parameters)
+def made_optimizer(
+    make: str | MakeOptimizer, parameters: list[nn.Parameter], *, fused: bool, **settings: Any
+) -> torch.optim.Optimizer:
+    """An optimizer, of a name in ``OPTIMIZERS`` or of what makes one, with settings for all its groups."""
+    optimizer = (OPTIMIZERS[make] if isinstance(make, str) else make)(parameters)
+    for group in optimizer.param_groups:
+        group.update(fused=fused or None, **settings)
+    return optimizer
 
 
 def state_of(optimizer: torch.optim.Optimizer, *, on_host: bool = False) -> list[torch.Tensor]:
@@ -152,7 +157,7 @@ class OptimizerSteps:
             with self.recorder.phase(OPTIMIZER):
                 self.recorder.record(_fused_form(optimizer), f"fused_{self.name}", (), ())
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """End a step that raised."""
         self._stepping.close()
 
@@ -221,21 +226,20 @@ def intercepted(steps: OptimizerSteps) -> Iterator[None]:
         for name in ("add_param_group", "zero_grad")
         for method in [torch.optim.Optimizer.__dict__[name]]
     }
-    with ExitStack() as stack:
-        stack.callback(steps.abandon)
-        stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
-        stack.callback(register_optimizer_step_post_hook(steps.after).remove)
-        stack.enter_context(patch.multiple(torch.optim.Optimizer, **undecorated))
+    with (
+        closing(steps),
+        register_optimizer_step_pre_hook(steps.before),
+        register_optimizer_step_post_hook(steps.after),
+        patch.multiple(torch.optim.Optimizer, **undecorated),
         # Clipping takes the multi-tensor path on CUDA; on meta it would take one kernel for each tensor.
-        stack.enter_context(
-            patch.multiple(
-                clip_grad,
-                _has_foreach_support=lambda tensors, device: True,
-                _device_has_foreach_support=lambda device: True,
-                _get_total_norm=steps.in_phase(clip_grad._get_total_norm),
-                _clip_grads_with_norm_=steps.in_phase(clip_grad._clip_grads_with_norm_),
-            )
-        )
+        patch.multiple(
+            clip_grad,
+            _has_foreach_support=lambda tensors, device: True,
+            _device_has_foreach_support=lambda device: True,
+            _get_total_norm=steps.in_phase(clip_grad._get_total_norm),
+            _clip_grads_with_norm_=steps.in_phase(clip_grad._clip_grads_with_norm_),
+        ),
+    ):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from tilefit.capture.results import read
 from tilefit.capture.worker import Worker
 from tilefit.emulation.mail import ENDED, WANTED
 from tilefit.errors import CaptureError, TilefitError
@@ -20,7 +21,7 @@ class Ranks:
         own: The rank that is looked at, which has a process already.
         mail: The folder in which they are asked for.
         start: Starts the process of a rank.
-        result: Name of the file that a process leaves, and what an error in it says.
+        result: Name of the file that a process leaves.
     """
 
     def __init__(
@@ -29,9 +30,8 @@ class Ranks:
         mail: Path,
         start: Callable[[int], Worker],
         result: str,
-        error_in: Callable[[str], TilefitError | None],
     ) -> None:
-        self._own, self._mail, self._start, self._result, self._error_in = own, mail, start, result, error_in
+        self._own, self._mail, self._start, self._result = own, mail, start, result
         self.workers: dict[int, Worker] = {}
         self._ended: set[int] = set()
 
@@ -56,9 +56,10 @@ class Ranks:
             text = worker.found(self._result, f"rank {rank}")
             if text is None:
                 continue
-            if error := self._error_in(text):
-                error.what = f"rank {rank}: {error.what}"
-                raise error
+            result = read(text)
+            if isinstance(result, TilefitError):
+                result.what = f"rank {rank}: {result.what}"
+                raise result
             self._ended.add(rank)
             (self._mail / f"{ENDED}{rank}").touch()
 

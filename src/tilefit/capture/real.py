@@ -39,3 +39,12 @@ def loss_of_forward(
     with torch.set_grad_enabled(options.train), amp:
         output = call(model, inputs)
         return loss_of_output(output, loss_of)[0] if options.train else None
+
+
+def scaled_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clip: float | None) -> None:
+    """Step an optimizer through a scaler; ``clip``: the norm of its gradients is cut to so much before."""
+    if clip is not None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], clip)
+    scaler.step(optimizer)
+    scaler.update()

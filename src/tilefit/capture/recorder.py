@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,13 +87,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tf32_conv = tf32_conv
         self.ops: list[StepOp] = []
         self.live_bytes = 0
-        self.peak_bytes = 0
         # What was made (and freed: negative) in order: the number of the memory, bytes, the operation then.
         self._allocations: list[tuple[int, int, int]] = []
         self._owners: dict[int, str] = {}
         self._saved: set[int] = set()
         self.muted = False
-        self._phase = ""
+        #: The phase that :meth:`phase` set; empty where autograd's state decides.
+        self.current_phase = ""
         self._kept: set[int] = set()
         self._ids: dict[int, int] = {}
         self._next_id = 0
@@ -103,7 +105,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results: dict[Any, Any] = {}
         #: Numbers of the memory of what the step returns.
         self.returned: set[int] = set()
-        #: Where host and GPU meet in a model's step; a program's are its window's to note.
+        #: Where host and GPU meet.
         self.meetings: list[HostEvent] = []
         #: Lines of products on another device, which are not recorded.
         self.host_products: dict[str, None] = {}
@@ -113,11 +115,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- what is alive -----------------------------------------------------------------------
 
+    def memory_of(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        """Where a tensor lies."""
+        return tensor.untyped_storage()
+
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory; new memory is counted until it is freed."""
-        return self._identify(tensor.untyped_storage())
-
-    def _identify(self, storage: torch.UntypedStorage) -> int:
+        storage = self.memory_of(tensor)
         key = storage._cdata
         number = self._ids.get(key)
         if number is None:
@@ -127,9 +131,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = storage.nbytes()
             self.live_bytes += size
             self._allocations.append((number, size, len(self.ops)))
-            if self._phase == OPTIMIZER:
+            if self.current_phase == OPTIMIZER:
                 self._kept.add(number)  # as large as the parameters, whatever the batch
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self._finalizers[number] = weakref.finalize(storage, self._freed, key, number, size)
             self._finalizers[number].atexit = False
             if key in self._emptied:
@@ -148,16 +151,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameter_of.pop(number, None)
         self._on_host.discard(number)
 
-    def name_parameter(self, tensor: torch.Tensor, name: str) -> None:
-        """Make operations that read ``tensor``, a view or a cast copy of it say which parameter it is."""
+    def name_parameter(self, tensor: torch.Tensor, name: str) -> int:
+        """:meth:`keep` a parameter; operations that read it, a view or a cast copy of it say which it is."""
         self._parameter_of[self.identify(tensor)] = name
-        self.keep([tensor], PARAMETERS)
+        return self.keep([tensor], PARAMETERS)
 
-    def keep(self, tensors: Iterable[torch.Tensor], owner: str) -> None:
-        """Take these for what a model holds: their memory does not grow with the batch."""
-        numbers = [self.identify(tensor) for tensor in tensors]
-        self._kept.update(numbers)
-        self._owners.update(dict.fromkeys(numbers, owner))
+    def keep(self, tensors: Iterable[torch.Tensor], owner: str) -> int:
+        """Take these for what a model holds: their memory does not grow with the batch. Returns the bytes of
+        those that were taken for inputs, or not seen."""
+        added = 0
+        for tensor in tensors:
+            number = self.identify(tensor)
+            if self._owners.get(number, INPUTS) == INPUTS:
+                added += self.memory_of(tensor).nbytes()
+            self._kept.add(number)
+            self._owners[number] = owner
+        return added
 
     def own(self, tensors: Iterable[torch.Tensor], owner: str) -> None:
         """Note whose the memory is of those tensors that were seen."""
@@ -165,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory; -1 where it was not seen."""
-        return self._ids.get(tensor.untyped_storage()._cdata, -1)
+        return self._ids.get(self.memory_of(tensor)._cdata, -1)
 
     def keep_saved(self) -> None:
         """Take what is alive now for what a backward pass reads."""
@@ -173,11 +182,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def keep_from_start(self, tensors: Iterable[torch.Tensor]) -> None:
         """:meth:`keep` an optimizer's state, as if it had been there before everything else."""
-        count, live_bytes, peak_bytes = len(self._allocations), self.live_bytes, self.peak_bytes
+        count = len(self._allocations)
         self.keep(tensors, OPTIMIZER_STATE)
         made = [(number, size, 0) for number, size, _ in self._allocations[count:]]
         self._allocations[:] = [*made, *self._allocations[:count]]
-        self.peak_bytes = peak_bytes + self.live_bytes - live_bytes
 
     def restart(self) -> None:
         """Forget what was recorded: the step begins here, and what is alive was there before it."""
@@ -189,7 +197,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.update(number for number, *_ in self._allocations)
         self._owners = {number: self._owners.get(number, INPUTS) for number, *_ in self._allocations}
         self._saved.clear()
-        self.peak_bytes = self.live_bytes
 
     def let_grow(self, batch: int) -> None:
         """Of what was there when the step began, and is no model's, what has so many samples grows with them:
@@ -197,6 +204,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen = (ref for entry in self.ops for ref in entry.inputs)
         of_samples = {ref.id for ref in seen if ref.shape[:1] == (batch,)}
         self._kept -= {number for number in of_samples if self._owners.get(number) == INPUTS}
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once."""
+        return max(accumulate(size for _, size, _ in self._allocations), default=0)
 
     def timeline(self, stay: Collection[int]) -> Timeline:
         """What was alive when, and whose it was; ``stay`` as of :meth:`moments`."""
@@ -236,35 +248,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self._parameter_of.get(number, "")
         return TensorRef(number, tuple(tensor.shape), dtype, name, int(tensor.storage_offset()))
 
-    @property
-    def current_phase(self) -> str:
-        """The phase that :meth:`phase` set; empty where autograd's state decides."""
-        return self._phase
-
     # ---- recording ---------------------------------------------------------------------------
 
-    @contextmanager
-    def phase(self, phase: str) -> Iterator[None]:
+    def phase(self, phase: str) -> AbstractContextManager[object]:
         """Within the block, operations belong to ``phase`` whatever autograd is doing."""
-        kept, self._phase = self._phase, phase
-        try:
-            yield
-        finally:
-            self._phase = kept
+        return patch.object(self, "current_phase", phase)
 
-    @contextmanager
-    def silent(self) -> Iterator[None]:
+    def silent(self) -> AbstractContextManager[object]:
         """Within the block nothing is recorded."""
-        kept, self.muted = self.muted, True
-        try:
-            yield
-        finally:
-            self.muted = kept
+        return patch.object(self, "muted", True)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the block memory that is given back again does not count: what it stands for takes none."""
-        count, peak_bytes = len(self._allocations), self.peak_bytes
+        count = len(self._allocations)
         try:
             yield
         finally:
@@ -273,7 +270,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 each for each, size, _ in since if size < 0
             }
             self._allocations[count:] = [each for each in since if each[0] not in gone]
-            self.peak_bytes = max(peak_bytes, self.live_bytes)
 
     def record(
         self,
@@ -297,7 +293,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             implied = BACKWARD_DATA
         entry = StepOp(
             op,
-            self._phase or phase or implied,
+            self.current_phase or phase or implied,
             site,
             name,
             tuple(self.reference(t) for t in inputs),
@@ -315,7 +311,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Where the program is, and in which phase."""
         node, _ = self._autograd_state()
         site = self.sites.here() if node is None else self.sites.backward_site(node)
-        return site, self._phase or (FORWARD if node is None else BACKWARD_DATA)
+        return site, self.current_phase or (FORWARD if node is None else BACKWARD_DATA)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Memory is about to have another size, such as none: it is freed, and what it will be is new."""
@@ -337,17 +333,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None, True
         return node, False
 
-    def met(self, kind: str, name: str, size: int = 0) -> None:
-        """Host and GPU meet here: the host waits, or copies so many bytes from pageable memory, and waits."""
+    def met(self, kind: str, name: str, **fields: Any) -> None:
+        """Host and GPU meet here: the host waits, or copies; ``fields`` of the event say what else of it."""
         if not self.muted:
-            self.meetings.append(HostEvent(len(self.ops), kind, name, self.sites.forward_site(), size))
+            self.meetings.append(HostEvent(len(self.ops), kind, name, self.sites.forward_site(), **fields))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Neither meta kernels written in Python nor the recording itself are the model's own calls.
         with torch._C.DisableTorchFunction():
             kwargs = kwargs or {}
             for tensor in self._from_host(func, args, kwargs):
-                self.met(TO_GPU, "to", tensor.nbytes)
+                self.met(TO_GPU, "to", bytes=tensor.nbytes)
             return self._dispatched(func, args, kwargs)
 
     def _from_host(self, func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

@@ -156,10 +156,7 @@ def _optimizer(model: nn.Module, options: StepOptions) -> torch.optim.Optimizer 
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not options.train or options.optimizer == "none" or not trainable:
         return None
-    optimizer = made_optimizer(options.optimizer, trainable)
-    for group in optimizer.param_groups:
-        group["fused"] = options.fused_optimizer or None
-    return optimizer
+    return made_optimizer(options.optimizer, trainable, fused=options.fused_optimizer)
 
 
 def _step(

@@ -85,7 +85,7 @@ class SemanticMode(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.constants.observe(name, func, args, kwargs, result)
         if name in _FROM_DATA and result.device == self.device != _HOST and result.numel():
-            self.recorder.met(TO_GPU, name, result.nbytes)
+            self.recorder.met(TO_GPU, name, bytes=result.nbytes)
         return result
 
     def _check_lookup(self, weight: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> None:

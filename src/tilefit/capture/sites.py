@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
@@ -113,7 +113,8 @@ class SiteTracker:
         #: Folders of installed packages that operations' lines are in.
         self.libraries: dict[str, None] = {}
         self._names: dict[int, str] = {}
-        self._classes: dict[str, str] = {}
+        #: Class name of every module by its path.
+        self.classes: dict[str, str] = {}
         self._types: dict[str, type[nn.Module]] = {}
         self._stack: list[str] = []
         self._modules_outside = 0  # that were running when the backward pass began
@@ -122,11 +123,6 @@ class SiteTracker:
         self._user_code: dict[CodeType, str] = {}
         self._fallback: Fallback | None = None
         self._fallbacks = 0
-
-    @property
-    def classes(self) -> dict[str, str]:
-        """Class name of every module by its path."""
-        return self._classes
 
     def is_running(self, kind: type[nn.Module]) -> bool:
         """Whether the innermost module that runs is of a class."""
@@ -156,7 +152,7 @@ class SiteTracker:
         for name, module in root.named_modules():
             path = (prefix + name).removesuffix(".")
             self._names.setdefault(id(module), path)
-            self._classes.setdefault(path, type(module).__name__)
+            self.classes.setdefault(path, type(module).__name__)
             self._types.setdefault(path, type(module))
             line = module.__dict__.get(_MADE, "")
             if line != maker(self.made, path):
@@ -180,38 +176,27 @@ class SiteTracker:
         ) -> Any:
             with torch._C.DisableTorchFunction():  # they look at every parameter
                 self._on_backward()
-            kept = self._modules_outside, self._creates_graph
-            self._modules_outside, self._creates_graph = len(self._stack), create_graph
-            try:
+            with patch.multiple(self, _modules_outside=len(self._stack), _creates_graph=create_graph):
                 found = engine(outputs, gradients, retain_graph, create_graph, *args, **kw)
                 with torch._C.DisableTorchFunction():
                     self._on_gradients()
                 return found
-            finally:
-                self._modules_outside, self._creates_graph = kept
 
         engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-        pre = nn_module.register_module_forward_pre_hook(entered)
-        post = nn_module.register_module_forward_hook(left, always_call=True)
-        try:
-            with patch.object(torch.autograd, "_engine_run_backward", run_backward):
-                yield
-        finally:
-            pre.remove()
-            post.remove()
-            self._stack.clear()
+        with (
+            nn_module.register_module_forward_pre_hook(entered),
+            nn_module.register_module_forward_hook(left, always_call=True),
+            patch.object(torch.autograd, "_engine_run_backward", run_backward),
+            patch.object(self, "_stack", []),
+        ):
+            yield
 
-    @contextmanager
-    def falling_back(self, fused: Op | None, reason: str = "") -> Iterator[None]:
+    def falling_back(self, fused: Op | None, reason: str = "") -> AbstractContextManager[object]:
         """Within the block runs one call as several operations; see :class:`~tilefit.ops.Fallback`. With None
         what runs is not of the call that is running."""
-        kept = self._fallback
         self._fallbacks += 1
-        self._fallback = None if fused is None else Fallback(self._fallbacks, fused, reason)
-        try:
-            yield
-        finally:
-            self._fallback = kept
+        fallback = None if fused is None else Fallback(self._fallbacks, fused, reason)
+        return patch.object(self, "_fallback", fallback)
 
     def forward_site(self) -> Site:
         """The site of a forward operation that is being dispatched; remembered for its backward."""

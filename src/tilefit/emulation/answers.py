@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,19 +12,21 @@ from typing import Any
 
 import torch
 
+from tilefit.emulation.device import Watch
 from tilefit.emulation.tensor import CUDA
 from tilefit.gpus import Gpu
 
 #: PyTorch, some of whose functions are replaced.
 _torch: Any = torch
 
-_NOTHING = """set_device empty_cache manual_seed manual_seed_all init reset_peak_memory_stats ipc_collect
-set_rng_state set_rng_state_all seed seed_all set_per_process_memory_fraction reset_max_memory_allocated
-reset_accumulated_memory_stats set_sync_debug_mode _lazy_init _check_capability _lazy_call check_error _sleep
-_record_memory_history caching_allocator_delete""".split()
-_ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved current_device
-initial_seed utilization temperature power_draw memory_cached max_memory_cached device_memory_used
-memory_usage clock_rate get_sync_debug_mode caching_allocator_alloc""".split()
+_NOTHING = """set_device empty_cache manual_seed manual_seed_all init ipc_collect set_rng_state
+set_rng_state_all seed seed_all set_per_process_memory_fraction reset_accumulated_memory_stats
+set_sync_debug_mode _lazy_init _check_capability _lazy_call check_error _sleep _record_memory_history
+caching_allocator_delete""".split()
+_ZERO = """current_device initial_seed utilization temperature power_draw memory_usage clock_rate
+get_sync_debug_mode caching_allocator_alloc""".split()
+#: Bytes that PyTorch's allocator asks the driver for at once (PyTorch, c10/cuda/CUDACachingAllocator.h).
+_SEGMENT_BYTES = 2 << 20
 #: What ``torch.accelerator`` calls otherwise, or has alone.
 _OF_ACCELERATORS = {
     "current_device_index": 0,
@@ -57,30 +60,30 @@ class _MemPool:
         return 1
 
 
-def install(gpu: Gpu) -> None:
-    """Let PyTorch answer as ``gpu`` would; it is not taken back."""
+def install(gpu: Gpu, watch: Watch) -> None:
+    """Let PyTorch answer as ``gpu`` would; it is not taken back. ``watch`` knows how full it is."""
     cuda = _torch.cuda
-    answers = _answers(gpu)
+    memory = _of_memory(int(gpu.memory_bytes), watch)
+    answers = {name: _saying(answer) for name, answer in _answers(gpu).items()} | memory
     for name, answer in answers.items():
         for module in (cuda, cuda.memory, cuda.random, cuda.profiler):
             if module is cuda or hasattr(module, name):
-                _says(module, name, answer)
+                setattr(module, name, answer)
+    answers |= {name: _saying(answer) for name, answer in _OF_ACCELERATORS.items()}
     for module in (_torch.accelerator, getattr(_torch.accelerator, "memory", None)):
-        for name, answer in (
-            answers | {"get_memory_info": answers["mem_get_info"]} | _OF_ACCELERATORS
-        ).items():
+        for name, answer in (answers | {"get_memory_info": memory["mem_get_info"]}).items():
             if hasattr(module, name):
-                _says(module, name, answer)
+                setattr(module, name, answer)
     cuda.cudart = cuda.profiler.cudart = _Accepts
-    _Accepts.cudaMemGetInfo = staticmethod(lambda *a: answers["mem_get_info"])  # type: ignore[attr-defined]
+    _Accepts.cudaMemGetInfo = staticmethod(memory["mem_get_info"])  # type: ignore[attr-defined]
     cuda.nvtx._nvtx = _Accepts()
     _torch.backends.cuda.cufft_plan_cache = SimpleNamespace(size=0, max_size=4096, clear=lambda: None)
     _torch._dynamo.reset = _torch.compiler.cudagraph_mark_step_begin = lambda: None
     for name in ("preferred_blas_library", "preferred_linalg_library"):
-        _says(_torch.backends.cuda, name, None)
+        setattr(_torch.backends.cuda, name, _saying(None))
     cuda.MemPool = cuda.memory.MemPool = _MemPool
     cuda.use_mem_pool = cuda.memory.use_mem_pool = lambda *a, **k: nullcontext()
-    cuda._utils._get_device_index = _device_index
+    cuda._utils._get_device_index = cuda.memory._get_device_index = _device_index
     _torch._utils._get_all_device_indices = lambda: [0]
     _torch._C._cuda_getDevice = lambda: 0
     _torch.version.cuda = "12.8"
@@ -95,13 +98,36 @@ def install(gpu: Gpu) -> None:
     _profilers()
 
 
-def _says(module: Any, name: str, answer: Any) -> None:
-    setattr(module, name, lambda *a, **k: answer)
+def _saying(answer: Any) -> Callable[..., Any]:
+    return lambda *a, **k: answer
+
+
+def _of_memory(size: int, watch: Watch) -> dict[str, Callable[..., Any]]:
+    """What is asked of memory, of so many bytes; PyTorch's other functions of it ask ``memory_stats``.
+
+    Its allocator keeps what it was given: the most that tensors ever took, in whole segments.
+    """
+
+    def stats(*args: Any, **kwargs: Any) -> Counter[str]:
+        now, most, ever = watch.memory()
+        kept = -(-ever // _SEGMENT_BYTES) * _SEGMENT_BYTES
+        counted = {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": most}
+        counted |= dict.fromkeys(("reserved_bytes.all.current", "reserved_bytes.all.peak"), kept)
+        return Counter({"num_ooms": 0, "num_alloc_retries": 0, **counted})  # any other is 0
+
+    def info(*args: Any, **kwargs: Any) -> tuple[int, int]:
+        return max(0, size - stats()["reserved_bytes.all.current"]), size
+
+    return {
+        "memory_stats": stats,
+        "mem_get_info": info,
+        "device_memory_used": lambda *a, **k: size - info()[0],
+        "reset_peak_memory_stats": lambda *a, **k: watch.forget_most(),
+    }
 
 
 def _answers(gpu: Gpu) -> dict[str, Any]:
     major, minor = gpu.compute_capability
-    memory = int(gpu.memory_bytes)
     state = torch.zeros(16, dtype=torch.uint8)  # of random numbers: seed and offset
     return {
         **dict.fromkeys(_NOTHING, None),
@@ -112,13 +138,10 @@ def _answers(gpu: Gpu) -> dict[str, Any]:
         "get_device_name": gpu.title,
         "get_device_capability": (major, minor),
         "get_device_properties": _properties(gpu),
-        "mem_get_info": (memory, memory),
         "is_bf16_supported": (major, minor) >= (8, 0),
         "is_tf32_supported": (major, minor) >= (8, 0),
         "get_arch_list": [f"sm_{major}{minor}"],
-        "memory_stats": Counter(),  # nothing is counted: any of them is 0
         "memory_stats_as_nested_dict": {},
-        "memory_summary": "",
         "memory_snapshot": [],
         "_snapshot": {"segments": [], "device_traces": []},
         "list_gpu_processes": "",

@@ -46,6 +46,15 @@ class Watch(Protocol):
     def copied(self, kind: str, tensor: torch.Tensor, pinned: bool, non_blocking: bool) -> None:
         """A copy between host and GPU, of ``tensor``'s size; ``kind`` as of :mod:`tilefit.ops.program`."""
 
+    def took(self, tensor: torch.Tensor) -> None:
+        """What came from the host takes memory of the GPU's, as this tensor on ``meta``."""
+
+    def memory(self) -> tuple[int, int, int]:
+        """Bytes that tensors take now, at most since :meth:`forget_most`, and at most ever."""
+
+    def forget_most(self) -> None:
+        """What tensors take at most is looked for from now on."""
+
     def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
         """A value was asked for that is not known, and answered."""
 
@@ -279,13 +288,14 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _not_dense(f"a tensor of layout {tensor.layout}")
         for part in parts:
             self.copied(TO_GPU, getattr(tensor, part)(), non_blocking)
-        made = CudaTensor(torch.empty((), dtype=dtype, device=META).expand(tensor.shape))
-        made.entries, made.compressed = tensor._nnz(), tensor.layout != torch.sparse_coo
-        made.coalesced = made.compressed or tensor.is_coalesced()
-        return made
+        compressed = tensor.layout != torch.sparse_coo
+        coalesced = compressed or tensor.is_coalesced()
+        entries = tensor._nnz()
+        return CudaTensor.of_entries(tensor.shape, dtype, entries, compressed=compressed, coalesced=coalesced)
 
     def to_gpu(self, tensor: torch.Tensor, like: torch.Tensor) -> CudaTensor:
         """A tensor of the host's on the GPU, laid out as ``like`` on ``meta``."""
+        self.watch.took(like)
         return CudaTensor(like, of_host(tensor))
 
 

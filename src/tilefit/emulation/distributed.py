@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import weakref
@@ -11,6 +12,7 @@ from functools import partial
 from itertools import cycle
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ import torch.multiprocessing
 from torch._C._distributed_c10d import _resolve_process_group
 
 from tilefit.emulation.device import Device
-from tilefit.emulation.mail import Mail
+from tilefit.emulation.mail import Mail, ranks_of_machine
 from tilefit.emulation.streams import Event, Stream, Streams
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.value import Value
@@ -27,7 +29,6 @@ from tilefit.errors import CaptureError
 from tilefit.ops import Site
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
 from tilefit.ops.program import Exchange
-from tilefit.options import MOST_LINKED
 
 #: What torchrun tells a process; answered to whoever asks by name, and not there for whoever looks first.
 _VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
@@ -206,7 +207,7 @@ class _Collectives:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) < 2 or not any(sizes):
             return Event(self.streams)
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", min(dist.get_world_size(), MOST_LINKED)))
+        local = ranks_of_machine(dist.get_world_size())
         function = _FUNCTIONS.get(name, name)
         called = str(group.group_name)
         if function == SEND:
@@ -259,11 +260,9 @@ class _Collectives:
             ways[each.op is dist.isend].append((each.tensor.nbytes, each.peer))
         sent, got = ways[True], ways[False]
         same = sorted(size for size, _ in sent) == sorted(size for size, _ in got)
-        self._shifts = same and not {peer for _, peer in sent} & {peer for _, peer in got}
-        try:
+        shifts = same and not {peer for _, peer in sent} & {peer for _, peer in got}
+        with patch.object(self, "_shifts", shifts):
             return original(messages)
-        finally:
-            self._shifts = False
 
     def _pair(self, name: str, ranks: list[int], peer: int | None, group: str) -> tuple[list[int], str]:
         """Who sends to whom, and the name of what goes that way, which is the same for both."""
@@ -367,9 +366,11 @@ def install(device: Device, streams: Streams, mail: Mail | None) -> None:
 
     module: Any = dist
     objects = _Objects(mail)
-    for name in ("send", "recv", "broadcast", "scatter"):
-        setattr(module, f"{name}_object_list", getattr(objects, f"{name}_object_list"))
-    module.all_gather_object = objects.all_gather_object
+    for name in (
+        *(f"{way}_object_list" for way in ("send", "recv", "broadcast", "scatter")),
+        "all_gather_object",
+    ):
+        setattr(module, name, objects.in_place_of(getattr(module, name)))
     module.batch_isend_irecv = partial(collectives.batch, batch)
     for name in [name for name in sys.modules if name.startswith("torch.distributed")]:
         if getattr(sys.modules[name], "init_process_group", None) is begin:
@@ -382,10 +383,23 @@ def install(device: Device, streams: Streams, mail: Mail | None) -> None:
 
 
 class _Objects:
-    """What sends objects to other ranks, and gets theirs; the methods stand for PyTorch's functions."""
+    """Sends objects to other ranks, and gets theirs; methods are called as PyTorch's functions stand."""
 
     def __init__(self, mail: Mail | None) -> None:
         self._mail = mail
+
+    def in_place_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What answers a function of PyTorch's: the method of its name, told the rank and the arguments."""
+        signature, method = inspect.signature(function), getattr(self, function.__name__)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            rank, of_group = (given.get(f"{of}src", given.get(f"{of}dst")) for of in ("", "group_"))
+            return method(self._rank(rank, given["group"], of_group), given)
+
+        return called
 
     @staticmethod
     def _rank(rank: int | None, group: Any, of_group: int | None) -> int:
@@ -395,75 +409,41 @@ class _Objects:
         group = dist.group.WORLD if group is None else group
         return dist.get_global_rank(group, _existing(of_group, dist.get_world_size(group)))
 
-    def send_object_list(
-        self,
-        object_list: list[Any],
-        dst: Any = None,
-        group: Any = None,
-        device: Any = None,
-        group_dst: Any = None,
-        **_: Any,
-    ) -> None:
-        rank = self._rank(dst, group, group_dst)
+    def send_object_list(self, rank: int, given: dict[str, Any]) -> None:
         if self._mail is not None:
-            self._mail.send(rank, list(object_list))
+            self._mail.send(rank, list(given["object_list"]))
 
-    def recv_object_list(
-        self,
-        object_list: list[Any],
-        src: Any = None,
-        group: Any = None,
-        device: Any = None,
-        group_src: Any = None,
-        **_: Any,
-    ) -> int:
+    def recv_object_list(self, rank: int, given: dict[str, Any]) -> int:
         if self._mail is None:
             raise CaptureError(
                 "the program waits for an object of another process, and there is none",
                 hint="Check it by its file, with --ranks N: then other ranks run, too.",
             )
-        rank = self._rank(src, group, group_src)
-        object_list[:] = self._mail.receive(rank, self._mail.expect(rank))
+        given["object_list"][:] = self._mail.receive(rank, self._mail.expect(rank))
         return rank
 
-    def broadcast_object_list(
-        self,
-        object_list: list[Any],
-        src: Any = None,
-        group: Any = None,
-        device: Any = None,
-        group_src: Any = None,
-    ) -> None:
-        rank = self._rank(src, group, group_src)
+    def broadcast_object_list(self, rank: int, given: dict[str, Any]) -> None:
         whole: Any = dist.group.WORLD
-        name = str((whole if group is None else group).group_name)
+        name, objects = str((given["group"] or whole).group_name), given["object_list"]
         if self._mail is not None and rank == dist.get_rank():
-            self._mail.publish(name, list(object_list))
+            self._mail.publish(name, list(objects))
         elif self._mail is not None:
-            object_list[:] = self._mail.receive(rank, self._mail.expect(rank, name))
+            objects[:] = self._mail.receive(rank, self._mail.expect(rank, name))
 
-    def scatter_object_list(
-        self,
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: list[Any] | None = None,
-        src: Any = None,
-        group: Any = None,
-        group_src: Any = None,
-    ) -> None:
-        rank = self._rank(src, group, group_src)
+    def scatter_object_list(self, rank: int, given: dict[str, Any]) -> None:
+        got, sent = given["scatter_object_output_list"], given["scatter_object_input_list"] or []
         if rank != dist.get_rank():
             if self._mail is not None:
-                scatter_object_output_list[0] = self._mail.receive(rank, self._mail.expect(rank))
+                got[0] = self._mail.receive(rank, self._mail.expect(rank))
             return
-        members = dist.get_process_group_ranks(group)
-        for member, each in zip(members, scatter_object_input_list or [], strict=True):
+        for member, each in zip(dist.get_process_group_ranks(given["group"]), sent, strict=True):
             if member == rank:
-                scatter_object_output_list[0] = each
+                got[0] = each
             elif self._mail is not None:
                 self._mail.send(member, each)
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
-        object_list[:] = [obj] * len(object_list)
+    def all_gather_object(self, rank: int, given: dict[str, Any]) -> None:
+        given["object_list"][:] = [given["obj"]] * len(given["object_list"])
 
 
 def _answer_variables() -> None:

@@ -16,12 +16,18 @@ from typing import Any
 import torch
 
 from tilefit.errors import CaptureError
+from tilefit.options import MOST_LINKED
 
 #: As they were before a program's files went elsewhere.
 _OPEN, _RENAME = open, os.rename
 _POLL_S = 0.005
 #: Files by which a rank is asked for, and told to have ended: followed by its number.
 WANTED, ENDED = "wanted-", "ended-"
+
+
+def ranks_of_machine(ranks: int) -> int:
+    """How many of a program's ranks are on one machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, MOST_LINKED)))
 
 
 class _Pickler(pickle.Pickler):

@@ -205,6 +205,17 @@ def _made_of_rows(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return CudaTensor.of_rows(torch.Size(shape), numbers, values)
 
 
+@_rule("_to_sparse _to_sparse_csr")
+def _to_sparse(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """What is not zero is found, for which the host waits, and taken out (PyTorch, ATen/native/
+    TensorConversions.cpp)."""
+    dense = args[0]
+    numbers = dense.nonzero()
+    taken = dense[tuple(numbers.unbind(1))]
+    compressed = func._overloadpacket.__name__.endswith("csr") or kwargs.get("layout") == torch.sparse_csr
+    return CudaTensor.of_entries(dense.shape, dense.dtype, len(taken), compressed=compressed)
+
+
 @_rule("_embedding_bag_backward")
 def _bag_backward(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """Sparse: each row that was looked up gets the gradient of its bag.

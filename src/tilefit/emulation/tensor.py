@@ -60,7 +60,7 @@ class CudaTensor(torch.Tensor):
         for its class makes another."""
         if requires_grad is not None:
             return torch.nn.Parameter(inner, requires_grad)  # type: ignore[return-value]
-        return torch.Tensor._make_wrapper_subclass(
+        made: CudaTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -68,12 +68,26 @@ class CudaTensor(torch.Tensor):
             storage_offset=inner.storage_offset(),
             device=CUDA,
         )
+        if inner.is_conj():
+            torch._C._set_conj(made, True)
+        if inner.is_neg():
+            torch._C._set_neg(made, True)
+        return made
 
     def __init__(
         self, inner: torch.Tensor, value: Value | None = None, *, requires_grad: bool | None = None
     ) -> None:
         if requires_grad is None:
             self.on_meta, self.value = inner, value
+
+    @classmethod
+    def of_entries(
+        cls, shape: torch.Size, dtype: torch.dtype, entries: int, *, compressed: bool, coalesced: bool = True
+    ) -> CudaTensor:
+        """A sparse tensor of a shape: in CSR, or in COO."""
+        made = cls(torch.empty((), dtype=dtype, device=META).expand(shape))
+        made.entries, made.compressed, made.coalesced = entries, compressed, compressed or coalesced
+        return made
 
     @classmethod
     def of_rows(cls, shape: torch.Size, numbers: torch.Tensor, values: torch.Tensor) -> CudaTensor:

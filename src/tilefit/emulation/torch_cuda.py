@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import context, popen_fork
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # keeps the functions of torch.cuda that it finds: not ours
@@ -48,7 +49,7 @@ def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
     torch.autograd.set_multithreading_enabled(False).__enter__()  # else hooks lose the user's line
     _torch._C._set_only_lift_cpu_tensors(True)
     register_shapes()
-    answers.install(gpu)
+    answers.install(gpu, device.watch)
     _types()
     _functions(device)
     _graphs(device)
@@ -193,26 +194,23 @@ def _modules_move_in_place() -> None:
 
     def loaded(self: Any, *args: Any, **kwargs: Any) -> None:
         """Values that are loaded are copied into the parameters."""
-        torch.__future__.set_swap_module_params_on_conversion(False)
-        try:
+        with patch.object(torch.__future__, "_swap_module_params_on_conversion", False):
             load(self, *args, **kwargs)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(True)
 
     def moved(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, torch.jit.ScriptModule) and function(torch.empty(0)).is_cuda:
             refuse_script()
-        held = {name: p for name, p in self._parameters.items() if isinstance(p, lazy)}
-        held_buffers = {name: b for name, b in self._buffers.items() if isinstance(b, lazy)}
-        for store, names in ((self._parameters, held), (self._buffers, held_buffers)):
-            for name, tensor in names.items():
+        stores = self._parameters, self._buffers
+        held = [{name: each for name, each in store.items() if isinstance(each, lazy)} for store in stores]
+        for store, waiting in zip(stores, held, strict=True):
+            for name, tensor in waiting.items():
                 tensor._made_on = function(torch.empty(0)).device
                 store[name] = None
         # What hooks made of parameters, as weight_norm's do, would hold them; it is made again.
         vars(self).update({name: made.detach() for name, made in vars(self).items() if _has_history(made)})
         out = apply(self, function, *args, **kwargs)
-        self._parameters.update(held)
-        self._buffers.update(held_buffers)
+        for store, waiting in zip(stores, held, strict=True):
+            store.update(waiting)
         return out
 
     def made(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
@@ -316,12 +314,8 @@ def _loaders() -> None:
     single = _torch.utils.data.dataloader._SingleProcessDataLoaderIter
 
     def iterator(self: Any) -> Any:
-        kept = self.num_workers, self.timeout
-        self.num_workers = self.timeout = 0
-        try:
+        with patch.multiple(self, num_workers=0, timeout=0):
             return single(self)
-        finally:
-            self.num_workers, self.timeout = kept
 
     loader._get_iterator = iterator
 

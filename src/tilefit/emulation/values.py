@@ -49,7 +49,6 @@ class Schema:
     writes: tuple[tuple[int, str], ...]
     aliases: bool
     is_random: bool
-    has_generator: bool
 
     @staticmethod
     @cache
@@ -60,7 +59,6 @@ class Schema:
             tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write),
             any(r.alias_info is not None for r in func._schema.returns),
             torch.Tag.nondeterministic_seeded in func.tags,
-            any(a.name == "generator" for a in arguments),
         )
 
     def written(self, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

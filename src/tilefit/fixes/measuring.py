@@ -109,9 +109,8 @@ class RunningStep:
             # Its state is laid out like the parameters, which a fix may lay out anew.
             kind = run.options.fused_optimizer, tuple(parameter.stride() for parameter in trainable)
             if kind not in shared:
-                shared[kind] = made_optimizer(run.options.optimizer, trainable)
-                for group in shared[kind].param_groups:
-                    group.update(lr=0.0, fused=run.options.fused_optimizer or None)
+                fused = run.options.fused_optimizer
+                shared[kind] = made_optimizer(run.options.optimizer, trainable, fused=fused, lr=0.0)
             self.optimizer = shared[kind]
         self.many = 1
 

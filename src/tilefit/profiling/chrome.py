@@ -21,6 +21,7 @@ _BLOCK = 1 << 22
 _LONGEST_EVENT = 1 << 28
 _SPACE = " \t\r\n"
 _GZIP = b"\x1f\x8b"
+_AGAIN = "Export the trace again; the program may have ended while writing it."
 
 Event = dict[str, Any]
 
@@ -43,11 +44,8 @@ def read_events(path: Path, on_header: Callable[[str, Any], None] | None = None)
             f"cannot be read: {error.strerror or error}", where=str(path), hint="Name a trace file."
         ) from error
     except (EOFError, zlib.error) as error:
-        raise TilefitError(
-            "the compressed trace is cut off or damaged",
-            where=str(path),
-            hint="Export the trace again; the program may have ended while writing it.",
-        ) from error
+        what = "the compressed trace is cut off or damaged"
+        raise TilefitError(what, where=str(path), hint=_AGAIN) from error
 
 
 def _opened(path: Path) -> IO[str]:
@@ -96,22 +94,15 @@ class _Reader:
 
     def _list(self, may_end: bool) -> Iterator[Event]:
         """Events up to the closing bracket, which the format lets a bare list do without."""
-        decode = self._decode
-        while True:
-            mark = self._peek(may_end)
-            if mark == "]" or not mark:
-                self._at += 1
-                return
+        while (mark := self._peek(may_end)) not in ("]", ""):
             if mark == ",":
                 self._at += 1
                 continue
-            try:
-                event, self._at = decode(self._text, self._at)
-            except ValueError:
-                event = self._value()
+            event = self._value()
             if not isinstance(event, dict):
                 raise self._not_a_trace()
             yield event
+        self._at += 1
 
     def _value(self) -> Any:
         """The next value, after reading as much as it takes."""
@@ -121,12 +112,9 @@ class _Reader:
                 value, end = self._decode(self._text, self._at)
             except ValueError as error:
                 if self._ended or len(self._text) - self._at > _LONGEST_EVENT:
-                    raise TilefitError(
-                        f"not JSON around character {self._before + self._at}: "
-                        + ("the file ends in the middle of a value" if self._ended else str(error)),
-                        where=str(self._path),
-                        hint="Export the trace again; the program may have ended while writing it.",
-                    ) from error
+                    why = "the file ends in the middle of a value" if self._ended else str(error)
+                    what = f"not JSON around character {self._before + self._at}: {why}"
+                    raise TilefitError(what, where=str(self._path), hint=_AGAIN) from error
             else:
                 # A number at the end of the block may go on in the next one.
                 if end < len(self._text) or self._ended:
@@ -153,11 +141,7 @@ class _Reader:
                     return ""
                 if not self._before + at:
                     raise self._not_a_trace()
-                raise TilefitError(
-                    "the trace is cut off",
-                    where=str(self._path),
-                    hint="Export it again; the program may have ended while writing it.",
-                )
+                raise TilefitError("the trace is cut off", where=str(self._path), hint=_AGAIN)
             self._more()
 
     def _more(self) -> None:

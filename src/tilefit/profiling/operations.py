@@ -26,7 +26,6 @@ from tilefit.ops import (
     BACKWARD_WEIGHT,
     FORWARD,
     OPTIMIZER,
-    Attention,
     Gemm,
     Op,
     Recurrent,
@@ -274,19 +273,8 @@ def _tensor(dims: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> 
 
 def _attention(call: aten.Call) -> StepOp:
     q, k, v = map(call.named, ("query", "key", "value"))
-    op = Attention(
-        batch=q.shape[0],
-        num_heads=q.shape[1],
-        seq_len=q.shape[2],
-        head_dim=q.shape[3],
-        kv_len=k.shape[2],
-        num_kv_heads=k.shape[1],
-        value_dim=v.shape[3],
-        is_causal=bool(call.named("is_causal")),
-        dropout_p=float(call.named("dropout_p") or 0.0),
-        dtype=DTYPES[q.dtype],
-        direction=_direction(call),
-    )
+    given = {"is_causal": bool(call.named("is_causal")), "dropout_p": float(call.named("dropout_p") or 0.0)}
+    op = aten.attention_of(q, k, v, direction=_direction(call), **given)
     return _entry(op, call, (q, k, v))
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -47,18 +48,15 @@ class ModuleRanges(SiteTracker):
             if self._open and self._open[-1][0] == id(module):
                 self._open.pop()[1].__exit__(None, None, None)
 
-        filters = warnings.filters[:]
-        # The compiler says that hooks on all modules fire for its wrapper as well, which is as it should be.
-        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
-        pre = nn_module.register_module_forward_pre_hook(entered)
-        post = nn_module.register_module_forward_hook(left, always_call=True)
-        try:
+        with (
+            warnings.catch_warnings(),
+            nn_module.register_module_forward_pre_hook(entered),
+            nn_module.register_module_forward_hook(left, always_call=True),
+            patch.object(self, "_open", []),
+        ):
+            # The compiler says that hooks on all modules fire for its wrapper too, which is as it should be.
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
             yield
-        finally:
-            pre.remove()
-            post.remove()
-            self._open.clear()
-            warnings.filters[:] = filters  # type: ignore[index]
 
 
 def bare(path: str) -> str:

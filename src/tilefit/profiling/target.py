@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 from tilefit.capture.child import capture_target
 from tilefit.capture.copies import to_channels_last
 from tilefit.capture.forward import call
-from tilefit.capture.optimizer import OPTIMIZERS
-from tilefit.capture.real import loss_of_forward, tf32
+from tilefit.capture.optimizer import OPTIMIZERS, made_optimizer
+from tilefit.capture.real import loss_of_forward, scaled_step, tf32
 from tilefit.capture.targets import load
 from tilefit.cost.fusion import fuse
 from tilefit.options import TargetOptions
@@ -77,8 +77,8 @@ def real_step(
     optimizer = None
     if options.train and options.optimizer in OPTIMIZERS:
         # With a rate of zero the weights stay what they are, and the same kernels run.
-        make = OPTIMIZERS[options.optimizer]
-        optimizer = make(module.parameters(), lr=0.0, fused=options.fused_optimizer or None)
+        parameters = list(module.parameters())
+        optimizer = made_optimizer(options.optimizer, parameters, fused=options.fused_optimizer, lr=0.0)
     # Real gradients under fp16 need the scaler, whose kernels are part of the captured step.
     scaler = torch.amp.GradScaler(device, enabled=options.amp == "fp16" and options.train)
 
@@ -88,11 +88,7 @@ def real_step(
             return
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if optimizer is not None:
-            if options.clip is not None:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(module.parameters(), options.clip)
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_step(optimizer, scaler, options.clip)
         module.zero_grad()
 
     return step

@@ -93,6 +93,8 @@ def test_a_program_prices_as_its_model_by_a_factory(tmp_path: Path) -> None:
     # Here what cuDNN reserves is counted, too.
     reserve = 256 * 16 * 5 * 64 * 2
     assert step.memory.peak_bytes == pytest.approx(own.memory.peak_bytes + reserve, rel=0.02)
+    inputs = 16 * 3 * 18 * 18 * 4 + 16 * 8  # here activations as others
+    assert step.memory.saved_bytes == pytest.approx(own.memory.saved_bytes + reserve + inputs, rel=0.02)
     assert step.parameter_count == own.parameter_count
     assert (step.settings.amp, step.settings.optimizer, step.batch) == ("bf16", "adamw", 16)
     assert step.program is not None
@@ -187,6 +189,64 @@ for _ in range(4):
     step = _run(tmp_path, text)
     assert step.program is not None
     assert step.program.step.startswith(said)
+
+
+def test_a_batch_that_is_given_again_is_one_of_the_loader(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import time
+import torch
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        time.sleep(0.3)
+        return torch.zeros(1024)
+net = torch.nn.Linear(1024, 10).cuda()
+optimizer = torch.optim.SGD(net.parameters())
+for x in torch.utils.data.DataLoader(Slow(), 8, pin_memory=True):
+    net(x.cuda(non_blocking=True)).sum().backward()
+    optimizer.step()
+""",
+    )
+    assert step.program is not None
+    assert "again and again" in step.program.fake[0]
+    assert [(e.pinned, e.bytes) for e in step.program.events if e.kind == TO_GPU] == [(True, 8 * 4096)]
+    assert not step.program.host_work
+
+
+def test_who_logs_how_full_the_gpu_is_is_answered(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import subprocess
+import torch
+net = torch.nn.Linear(1024, 1024, device="cuda")
+optimizer = torch.optim.Adam(net.parameters())
+held = sum(p.nbytes for p in net.parameters())
+query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+for _ in range(4):
+    torch.cuda.reset_peak_memory_stats()
+    net(torch.randn(4096, 1024).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert 3 * held <= torch.cuda.memory_allocated() < 3.1 * held  # parameters and Adam's two averages
+    assert torch.cuda.max_memory_allocated() > 3 * held + 4096 * 1024 * 4
+    assert torch.cuda.mem_get_info()[0] <= torch.cuda.mem_get_info()[1] - torch.cuda.max_memory_allocated()
+    assert "Allocated memory" in torch.cuda.memory_summary()
+    assert subprocess.check_output(query, text=True) == "NVIDIA H100 SXM 80GB, 81920\\n"
+    try:
+        import pynvml
+    except ImportError:
+        continue
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    assert pynvml.nvmlDeviceGetMemoryInfo(handle).used == torch.cuda.memory_allocated()
+    assert pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU) == 0
+""",
+    )
+    assert step.memory.peak_bytes > 4096 * 1024 * 4
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -45,33 +45,26 @@ class Compiling:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Within the block ``torch.compile`` compiles nothing."""
-        # nn.Module.compile asks it as well.
-        with patch.object(torch, "compile", self._compiled):
-            torch.compiler.set_stance("force_eager")
-            with self._unscripted():
-                yield
-
-    @contextmanager
-    def _unscripted(self) -> Iterator[None]:
-        """Within the block TorchScript of a module on the GPU is the module: its Python says what runs."""
-
-        def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(function)
-            def run(made: Any, *args: Any, **kwargs: Any) -> Any:
-                is_python = isinstance(made, nn.Module) and not isinstance(made, torch.jit.ScriptModule)
-                if not (is_python and is_on_gpu(made)):
-                    return function(made, *args, **kwargs)
-                self._scripted = True
-                if not hasattr(made, "save"):
-                    made.__dict__["save"] = lambda *args, **kwargs: None
-                return made
-
-            return run
-
-        with ExitStack() as stack:
-            for name in _SCRIPTING:
-                stack.enter_context(patch.object(torch.jit, name, kept(getattr(torch.jit, name))))
+        torch.compiler.set_stance("force_eager")
+        unscripted: Any = {name: self._unscripted(getattr(torch.jit, name)) for name in _SCRIPTING}
+        # nn.Module.compile asks torch.compile as well.
+        with patch.object(torch, "compile", self._compiled), patch.multiple(torch.jit, **unscripted):
             yield
+
+    def _unscripted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """TorchScript of a module on the GPU is the module: its Python says what runs."""
+
+        @wraps(function)
+        def run(made: Any, *args: Any, **kwargs: Any) -> Any:
+            is_python = isinstance(made, nn.Module) and not isinstance(made, torch.jit.ScriptModule)
+            if not (is_python and is_on_gpu(made)):
+                return function(made, *args, **kwargs)
+            self._scripted = True
+            if not hasattr(made, "save"):
+                made.__dict__["save"] = lambda *args, **kwargs: None
+            return made
+
+        return run
 
     def _compiled(self, model: Any = None, **options: Any) -> Any:
         if model is None:

@@ -26,12 +26,10 @@ class Surroundings:
     """What was seen around a program.
 
     Attributes:
-        found: Data that were made up, as texts.
         loaders: Its data loaders.
         sources: Its sources of data.
     """
 
-    found: list[str]
     loaders: Loaders
     sources: Sources
 
@@ -68,10 +66,12 @@ def contained(folder: Path, *, fake: bool = False) -> Iterator[Surroundings]:
         folder: Where its files go; exists, and is deleted by who made it.
         fake: Random data take the place of data that are missing.
     """
-    found: list[str] = []
     random.seed(0)  # two runs of a program are compared; PyTorch's own generator begins the same anyway
     numpy.random.seed(0)
-    with patch.object(sys, "stdin", _Nothing()), tolerated(), fake_data(found, folder, fake=fake) as sources:
-        loaders = Loaders(lambda: sources.handed_out, found)
-        with loaders.watching():
-            yield Surroundings(found, loaders, sources)
+    with (
+        patch.object(sys, "stdin", _Nothing()),
+        tolerated(),
+        fake_data([], folder, fake=fake) as sources,
+        Loaders(lambda: sources.handed_out, sources.found).watching() as loaders,
+    ):
+        yield Surroundings(loaders, sources)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +13,8 @@ from torch.autograd import Variable
 
 from tilefit.capture.program.late import changed
 from tilefit.capture.recorder import Recorder
+from tilefit.emulation.mail import ranks_of_machine
 from tilefit.ops import BACKWARD_DATA
-from tilefit.options import MOST_LINKED
 
 
 class _Engine:
@@ -83,23 +82,27 @@ def rank() -> int:
 
 def per_machine() -> int:
     """Of them in one machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks(), MOST_LINKED)))
+    return ranks_of_machine(ranks())
 
 
-def _groups(state: Any) -> list[Any]:
-    """The groups of parameters that a module gathers; before PyTorch 2.12 one at most."""
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    return groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+def _gathered(root: nn.Module) -> Iterator[Any]:
+    """The parameters that a model's modules gather, as ``fully_shard`` holds them."""
+    for module in root.modules():
+        read: Any = getattr(module, "_get_fsdp_state", None)
+        if read is None:
+            continue
+        state = read()
+        # Before PyTorch 2.12 a module has one group at most.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            yield from group.fsdp_params if group is not None else ()
 
 
 def version(module: nn.Module) -> int:
     """Changes when an optimizer, or what goes a step to and fro, writes to a model's parameters; of those
     that are gathered it is that of the shards."""
-    for each in module.modules():
-        state: Any = getattr(each, "_get_fsdp_state", None)
-        for group in _groups(state()) if state is not None else ():
-            for held in group.fsdp_params:
-                return int(held.sharded_param._version)
+    for held in _gathered(module):
+        return int(held.sharded_param._version)
     return next((p._version for p in module.parameters() if p.requires_grad), 0)
 
 
@@ -107,16 +110,11 @@ def gathered_parameters(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tupl
     """The tensors into which ``fully_shard`` gathers parameters, by their names."""
     for prefix, root in roots:
         paths = {id(module): path for path, module in root.named_modules()}
-        for module in root.modules():
-            state: Any = getattr(module, "_get_fsdp_state", None)
-            if state is None:
-                continue
-            for group in _groups(state()):
-                for held in group.fsdp_params:
-                    of = held._module_info
-                    path = f"{paths.get(id(of.module), '')}.{of.param_name}".lstrip(".")
-                    if hasattr(held, "_unsharded_param"):
-                        yield prefix + path, held._unsharded_param
+        for held in _gathered(root):
+            of = held._module_info
+            path = f"{paths.get(id(of.module), '')}.{of.param_name}".lstrip(".")
+            if hasattr(held, "_unsharded_param"):
+                yield prefix + path, held._unsharded_param
 
 
 def split_modules(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:

@@ -25,7 +25,6 @@ from tilefit.ops.program import (
     WAIT,
     Assumption,
     Exchange,
-    HostEvent,
     Ordered,
 )
 
@@ -41,7 +40,7 @@ class Meetings:
     def __init__(self, recorder: ProgramRecorder, calls: ProgramCalls) -> None:
         self.recorder = recorder
         self.calls = calls
-        self.events: list[HostEvent] = []
+        self.events = recorder.meetings
         self.exchanges: list[Exchange] = []
         self.order: list[Ordered] = []
         #: Numbers of the memory that collectives wrote.
@@ -95,7 +94,8 @@ class Meetings:
         """The host waits; ``item`` may be what ``float(loss)`` or ``if loss > 3`` asked."""
         if event and not any(o.kind == RECORD and o.number == event for o in self._latest()):
             name = EARLIER
-        self._met(WAIT, self.calls.asking.strip("_") or name if name == "item" else name, event=event)
+        name = self.calls.asking.strip("_") or name if name == "item" else name
+        self.recorder.met(WAIT, name, event=event, after=len(self.order))
 
     def _latest(self) -> Iterator[Ordered]:
         """What streams were asked for since the last operation."""
@@ -103,14 +103,20 @@ class Meetings:
 
     def copied(self, kind: str, tensor: torch.Tensor, pinned: bool, non_blocking: bool) -> None:
         """Something is copied."""
-        size = tensor.numel() * tensor.element_size()
-        self._met(kind, "to", bytes=size, pinned=pinned, non_blocking=non_blocking)
+        how = {"pinned": pinned, "non_blocking": non_blocking, "after": len(self.order)}
+        self.recorder.met(kind, "to", bytes=tensor.numel() * tensor.element_size(), **how)
 
-    def _met(self, kind: str, name: str, **fields: Any) -> None:
-        if not self.recorder.muted:
-            site = self.recorder.sites.forward_site()
-            after = len(self.order)
-            self.events.append(HostEvent(len(self.recorder.ops), kind, name, site, after=after, **fields))
+    def took(self, tensor: torch.Tensor) -> None:
+        """Memory is taken by what came from the host."""
+        self.recorder.identify(tensor)
+
+    def memory(self) -> tuple[int, int, int]:
+        """Bytes that tensors take now, at most since :meth:`forget_most`, and at most ever."""
+        return self.recorder.live_bytes, self.recorder.most_bytes, self.recorder.ever_bytes
+
+    def forget_most(self) -> None:
+        """What tensors take at most is looked for from now on."""
+        self.recorder.most_bytes = self.recorder.live_bytes
 
     def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
         """A value was made up."""

@@ -30,9 +30,9 @@ class StepFinder:
         steps: Steps until it ends.
         on_begin: Told when it begins.
         on_end: Told when it ends.
+        line: The line of the program that is running.
         on_first: Told where the first of all calls ends: at the next of the same model.
         on_call: Told whenever a model was called again since a step of calls had ended.
-        line: The line of the program that is running.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class StepFinder:
         steps: int,
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
-        on_first: Callable[[], None],
-        on_call: Callable[[], None],
         line: Callable[[], str],
+        on_first: Callable[[], None] = lambda: None,
+        on_call: Callable[[], None] = lambda: None,
     ) -> None:
         self._skip, self._steps = skip, steps
         self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
@@ -61,9 +61,8 @@ class StepFinder:
         self._backwards = 0
         self._begun_at: int | None = None
         self._anchor: int | None = None
-        #: The optimizers that stepped within the step, and backward passes in it.
+        #: The optimizers that stepped within the step.
         self.stepped: list[torch.optim.Optimizer] = []
-        self.backwards = 0
 
     @property
     def taken(self) -> int:
@@ -106,15 +105,12 @@ class StepFinder:
             self._passed_backward()
             return out
 
-        hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))
-        try:
-            with (
-                patch.object(torch.optim.Optimizer, "__init__", init),
-                patch.object(torch.autograd, "_engine_run_backward", run_backward),
-            ):
-                yield
-        finally:
-            hook.remove()
+        with (
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)),
+            patch.object(torch.optim.Optimizer, "__init__", init),
+            patch.object(torch.autograd, "_engine_run_backward", run_backward),
+        ):
+            yield
 
     def called(self, model: object) -> None:
         """A model is about to run, or a CUDA graph.
@@ -164,7 +160,6 @@ class StepFinder:
         return any(not self._counts[id(each)] and _trained(each) - stepped for each in self._made)
 
     def _passed_backward(self) -> None:
-        self.backwards += 1
         self._backwards += 1
         if not self._counts and not self.is_to_train:
             self._begun_at = self._skip
@@ -173,7 +168,7 @@ class StepFinder:
     def _reached(self, count: int) -> None:
         assert self._begun_at is not None
         if count == self._begun_at:
-            self.stepped, self.backwards = [], 0
+            self.stepped = []
             self._on_begin()
         elif count == self._begun_at + self._steps:
             self._on_end()

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.aten import attention_of
 from tilefit.capture.fused import FusedCalls, fused_attention
 from tilefit.capture.program.late import changed
 from tilefit.emulation.tensor import CudaTensor
-from tilefit.ops import Attention
 
 _MODULE = "torch.nn.attention.flex_attention"
 _UNFUSED = (
@@ -59,23 +58,13 @@ def emulated(calls: FusedCalls, is_fused: Callable[[], bool]) -> AbstractContext
 
 
 def _fused(calls: FusedCalls, query: Any, key: Any, value: Any, mask: Any) -> Any:
-    batch, heads, length, width = query.shape
-    kv_len = key.shape[2]
+    length, kv_len = query.shape[2], key.shape[2]
     visited = _visited(mask, length, kv_len)
     blocks = -(-length // mask[-3]) * -(-kv_len // mask[-2])
     # As of a triangle of blocks: the fused kernels know of one.
     is_causal = length == kv_len and blocks > 1 and abs(2 * visited - 1) <= mask[-3] / length
-    op = Attention(
-        batch=batch,
-        num_heads=heads,
-        seq_len=length,
-        head_dim=width,
-        kv_len=kv_len if is_causal else max(1, round(visited * kv_len)),
-        num_kv_heads=key.shape[1],
-        value_dim=value.shape[-1],
-        is_causal=is_causal,
-        dtype=DTYPES[query.dtype],
-    )
+    keys = kv_len if is_causal else max(1, round(visited * kv_len))
+    op = attention_of(query, key, value, kv_len=keys, is_causal=is_causal)
     calls.notes[_NOTE] = None
     statistics = query.new_empty(query.shape[:3], dtype=torch.float32)
     return fused_attention(calls, op, query, key, value), statistics, statistics

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,14 +17,16 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tilefit import gpus
-from tilefit.capture.dtypes import AMP_DTYPES
-from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.optimizer import made_optimizer
+from tilefit.capture.real import loss_of_forward, scaled_step
+from tilefit.capture.results import read, written
+from tilefit.capture.worker import write
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
 from tilefit.options import StepOptions
 
 _POLL_S = 0.05
+_RESULT = "step.json"
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,18 @@ def capture_forked(loop: Loop, gpu: str, timeout_s: float = 300.0) -> Step:
         CaptureError: it failed, or took longer.
     """
     with tempfile.TemporaryDirectory(prefix="tilefit-", ignore_cleanup_errors=True) as folder:
-        result = Path(folder) / "step.json"
         child = os.fork()
         if not child:
-            _captured(loop, gpu, result)
+            _captured(loop, gpu, Path(folder))
         status = _ended(child, time.monotonic() + timeout_s)
         if status is None:
             raise CaptureError(f"the step did not finish within {timeout_s:.0f} s")
-        if not result.exists():
+        if not (file := Path(folder) / _RESULT).exists():
             raise CaptureError(f"the process that ran the step ended with status {status}")
-        text = result.read_text()
-    if text.startswith('{"error"'):
-        raise CaptureError(**{name: value for name, value in json.loads(text).items() if name != "error"})
-    return Step.from_json(text)
+        result = read(file.read_text())
+    if isinstance(result, TilefitError):
+        raise result
+    return result
 
 
 def _ended(child: int, deadline: float) -> int | None:
@@ -97,25 +97,24 @@ def _ended(child: int, deadline: float) -> int | None:
     return None
 
 
-def _captured(loop: Loop, gpu: str, result: Path) -> NoReturn:
+def _captured(loop: Loop, gpu: str, folder: Path) -> NoReturn:
     """The copy's side, which ends here."""
+    result: Step | TilefitError
     try:
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-            text = _step(loop, gpu).to_json()
+            result = _step(loop, gpu)
     except TilefitError as error:
-        text = json.dumps({"error": "", "what": error.what, "where": error.where, "hint": error.hint})
+        result = error
     except BaseException as error:  # noqa: BLE001 - told by the process that goes on
-        text = json.dumps({"error": "", "what": f"the step raised {type(error).__name__}: {error}"})
+        result = CaptureError(f"the step raised {type(error).__name__}: {error}")
     finally:
-        partial = result.with_suffix(".part")
-        partial.write_text(text)
-        partial.rename(result)
+        write(folder, _RESULT, written(result))
         os._exit(0)
 
 
 def _step(loop: Loop, gpu: str) -> Step:
     from tilefit.capture.program.modes import ProgramModes
-    from tilefit.capture.program.window import Window
+    from tilefit.capture.program.window import second
 
     torch.set_num_threads(1)  # the threads of a process are not in its copy
     modes = ProgramModes(gpus.get(gpu))
@@ -123,34 +122,20 @@ def _step(loop: Loop, gpu: str) -> Step:
         modes.compiling.whole = loop.options.compile
         model = loop.model.to("cuda").train()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = made_optimizer(loop.options.optimizer, parameters)
-        for group in optimizer.param_groups:
-            group["fused"] = loop.options.fused_optimizer or None
+        optimizer = made_optimizer(loop.options.optimizer, parameters, fused=loop.options.fused_optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=loop.options.amp == "fp16")
         # How batches get there is the loader's matter, and not seen.
         inputs = tree_map(lambda x: x.to("cuda") if isinstance(x, torch.Tensor) else x, loop.inputs)
         loop = replace(loop, inputs=inputs)
-        window = Window(modes)
-        with window.watching():
-            _optimize(loop, model, optimizer, scaler)  # makes the optimizer's state
-            window.begin()
-            _optimize(loop, model, optimizer, scaler)
-            with torch._C.DisableTorchFunction():
-                step = window.step(loop.name, loop.name, [optimizer], 2)
+        step = second(modes, lambda: _optimize(loop, model, optimizer, scaler), loop.name)
     return replace(step, notes=(*step.notes, *loop.notes))
 
 
 def _optimize(loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     """From one step of the optimizer to the next."""
-    options = loop.options
     for _ in range(loop.accumulates):
-        amp = torch.autocast("cuda", AMP_DTYPES[options.amp]) if options.autocast else nullcontext()
-        with amp:
-            loss, _note = loss_of_output(call(model, loop.inputs), loop.loss)
+        loss = loss_of_forward(model, loop.inputs, loop.options, loop.loss, "cuda")
+        assert loss is not None  # of a training step
         scaler.scale(loss / loop.accumulates if loop.accumulates > 1 else loss).backward()
-    if loop.clips:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], loop.clips)
-    scaler.step(optimizer)
-    scaler.update()
+    scaled_step(optimizer, scaler, loop.clips or None)
     optimizer.zero_grad()

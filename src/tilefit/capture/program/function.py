@@ -7,7 +7,7 @@ from torch import nn
 
 from tilefit import gpus
 from tilefit.capture.program.modes import ProgramModes
-from tilefit.capture.program.window import Window
+from tilefit.capture.program.window import second
 from tilefit.capture.targets.user import made_by
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.errors import CaptureError, TilefitError
@@ -44,16 +44,9 @@ def capture_function(target: str, options: TargetOptions) -> Step | None:
         arguments, keywords = ((), inputs) if isinstance(inputs, dict) else (inputs or (), {})
         if isinstance(arguments, torch.Tensor):
             arguments = (arguments,)
-        window = Window(modes)
         try:
-            with window.watching():
-                function(*arguments, **keywords)  # makes the optimizer's state
-                known = len(modes.steps.known)
-                window.begin()
-                modes.returning(function(*arguments, **keywords))
+            return second(modes, lambda: function(*arguments, **keywords), f"{path}:{name}", steps=1)
         except TilefitError:
             raise
         except Exception as error:
             raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
-        with torch._C.DisableTorchFunction():
-            return window.step(f"{path}:{name}", target, modes.steps.known[:known], 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -68,26 +68,20 @@ class Habits:
             self._name_reads(*call)
         evaluations = self._evaluations + Counter(line for lines in self._pending.values() for line in lines)
         self._stepped()
+        rows = [
+            (name, line, detail, self._checks() if name == _ANOMALY else [])
+            for name, line, detail in self._switches()
+        ]
+        for line, calls in evaluations.items():
+            rows.append(("evaluates_with_gradients", line, f"{calls} call{'s' * (calls > 1)}", []))
+        for line, (count, spans) in self._micro_batches.items():
+            rows.append(("synchronizes_micro_batches", line, f"{count} micro-batches", spans))
+        for line in (line for line, unused in self._searched.items() if not unused):
+            rows.append(("finds_nothing_unused", line, "", []))
         return tuple(
-            [
-                Habit(name, Site("", line), *span, detail=detail)
-                for name, line, detail in self._switches()
-                for span in (self._checks() if name == _ANOMALY else ()) or [(0, 0)]
-            ]
-            + [
-                Habit("evaluates_with_gradients", Site("", line), detail=f"{count} call{'s' * (count > 1)}")
-                for line, count in evaluations.items()
-            ]
-            + [
-                Habit("synchronizes_micro_batches", Site("", line), *span, detail=f"{count} micro-batches")
-                for line, (count, spans) in self._micro_batches.items()
-                for span in spans or [(0, 0)]
-            ]
-            + [
-                Habit("finds_nothing_unused", Site("", line))
-                for line, unused in self._searched.items()
-                if not unused
-            ]
+            Habit(name, Site("", line), *span, detail=detail)
+            for name, line, detail, spans in rows
+            for span in spans or [(0, 0)]
         )
 
     def _checks(self) -> list[tuple[int, int]]:
@@ -112,31 +106,28 @@ class Habits:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within the block habits are noticed."""
-        with ExitStack() as stack:
-            stack.enter_context(self._noted(anomaly_mode.set_detect_anomaly, "__init__", _ANOMALY))
-            stack.enter_context(self._noted(anomaly_mode.detect_anomaly, "__enter__", _ANOMALY, 1))
-            stack.enter_context(self._noted(torch, "use_deterministic_algorithms", _DETERMINISTIC))
-            engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        scaled = torch.amp.GradScaler._maybe_opt_step
 
-            scaled = torch.amp.GradScaler._maybe_opt_step
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            out = self._within(_ANOMALY, engine, *args, **kwargs)
+            self.backwards += bool(kwargs.get("accumulate_grad"))
+            self._passed_backward()
+            return out
 
-            def run_backward(*args: Any, **kwargs: Any) -> Any:
-                out = self._within(_ANOMALY, engine, *args, **kwargs)
-                self.backwards += bool(kwargs.get("accumulate_grad"))
-                self._passed_backward()
-                return out
+        def scaled_step(*args: Any, **kwargs: Any) -> Any:
+            return self._within("found_inf", scaled, *args, **kwargs)
 
-            def scaled_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                return self._within("found_inf", scaled, scaler, optimizer, *args, **kwargs)
-
-            stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_backward))
-            stack.enter_context(patch.object(torch.amp.GradScaler, "_maybe_opt_step", scaled_step))
-            for hook in (
-                nn_module.register_module_forward_pre_hook(self._entered),
-                nn_module.register_module_forward_hook(self._left, always_call=True),
-                register_optimizer_step_post_hook(lambda *_: self._stepped()),
-            ):
-                stack.callback(hook.remove)
+        with (
+            self._noted(anomaly_mode.set_detect_anomaly, "__init__", _ANOMALY),
+            self._noted(anomaly_mode.detect_anomaly, "__enter__", _ANOMALY, 1),
+            self._noted(torch, "use_deterministic_algorithms", _DETERMINISTIC),
+            patch.object(torch.autograd, "_engine_run_backward", run_backward),
+            patch.object(torch.amp.GradScaler, "_maybe_opt_step", scaled_step),
+            nn_module.register_module_forward_pre_hook(self._entered),
+            nn_module.register_module_forward_hook(self._left, always_call=True),
+            register_optimizer_step_post_hook(lambda *_: self._stepped()),
+        ):
             yield
 
     def _within(self, why: str, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

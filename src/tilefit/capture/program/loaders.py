@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from tilefit.capture.program.fake_data.sources import user_line_now
@@ -73,13 +74,10 @@ class Loaders:
             if slow := self._slow.get(loader):
                 if iterator._tilefit_given > len(loader):
                     raise StopIteration
-                return copy.deepcopy(slow.batch)
+                return self._again(iterator, slow.batch)
             before, start = self._made_up(), time.perf_counter()
-            self.drawing = True
-            try:
+            with patch.object(self, "drawing", True):
                 batch = draw(iterator)
-            finally:
-                self.drawing = False
             seconds = time.perf_counter() - start
             first = next((each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)), None)
             self._sizes[loader] = len(first) if first is not None and first.dim() else 1
@@ -89,7 +87,7 @@ class Loaders:
                     f"batches of {line}: the first, which took {seconds:.1f} s, again and again"
                 )
                 timed = seconds if before == self._made_up() else 0.0
-                self._slow[loader] = _Slow(copy.deepcopy(batch), timed)
+                self._slow[loader] = _Slow(self._again(iterator, batch), timed)
             return batch
 
         with (
@@ -98,6 +96,12 @@ class Loaders:
             patch.object(_BaseDataLoaderIter, "__next__", drawn),
         ):
             yield self
+
+    def _again(self, iterator: Any, batch: Any) -> Any:
+        """A batch once more, in page-locked memory where the loader's are."""
+        pin: Callable[[Any], Any] = pin_memory if iterator._pin_memory else lambda made: made
+        with patch.object(self, "drawing", True):
+            return pin(copy.deepcopy(batch))
 
     def stepped(self) -> None:
         """An optimizer has stepped: what is drawn from now on feeds the next step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -43,12 +43,9 @@ class _Steps(OptimizerSteps):
             return args, kwargs
 
         def within(*more: Any) -> Any:
-            kept, self.recorder.muted = self.recorder.muted, muted
-            try:
-                with self.recorder.phase(""), self.recorder.sites.falling_back(None), torch.enable_grad():
-                    return closure(*more)
-            finally:
-                self.recorder.muted = kept
+            heard = patch.object(self.recorder, "muted", muted)
+            with heard, self.recorder.phase(""), self.recorder.sites.falling_back(None), torch.enable_grad():
+                return closure(*more)
 
         return (optimizer, within), {}
 
@@ -102,22 +99,18 @@ class ProgramModes(Modes):
         """Within the block a program runs on the GPU."""
         install(self.device_mode, self.gpu, self._mail)
         threads_see(self.semantic)
-        with ExitStack() as stack:
-            stack.enter_context(self.compiling.following())
-            stack.enter_context(flex.emulated(self.semantic.fused, lambda: self.compiling.fuses_flex))
-            stack.enter_context(_followed(self.autocast))
-            stack.enter_context(_without_inference_mode())
-            stack.enter_context(intercepted(self.steps))
-            stack.enter_context(
-                patch.object(
-                    torch.amp.GradScaler,
-                    "_unscale_grads_",
-                    self.steps.in_phase(torch.amp.GradScaler._unscale_grads_),
-                )
-            )
-            stack.enter_context(self.sites.following())
-            stack.enter_context(self.semantic)
-            stack.enter_context(self.device_mode)
+        unscale = self.steps.in_phase(torch.amp.GradScaler._unscale_grads_)
+        with (
+            self.compiling.following(),
+            flex.emulated(self.semantic.fused, lambda: self.compiling.fuses_flex),
+            _followed(self.autocast),
+            _without_inference_mode(),
+            intercepted(self.steps),
+            patch.object(torch.amp.GradScaler, "_unscale_grads_", unscale),
+            self.sites.following(),
+            self.semantic,
+            self.device_mode,
+        ):
             yield
 
     def start(self) -> None:

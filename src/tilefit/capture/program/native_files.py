@@ -82,8 +82,7 @@ def _placed(function: Any, opener: _Opener, scratch: Callable[[], Scratch]) -> A
         path = args[position] if len(args) > position else kwargs.get(argument)
         if isinstance(path, str | os.PathLike) and os.fspath(path) not in _NONE:
             mode = opener.file or str((*args[position + 1 :], kwargs.get("mode", "r"))[0])
-            reads = mode.strip("bt") == "r"
-            place = scratch().read_path(path) if reads else scratch().write_path(path, keeps=mode[0] != "w")
+            place = scratch().place(path, mode.strip("bt") != "r", mode[0] != "w")
             if len(args) > position:
                 args = (*args[:position], place, *args[position + 1 :])
             else:

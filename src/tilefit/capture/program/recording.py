@@ -20,13 +20,20 @@ from tilefit.errors import CaptureError
 class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records what runs on the ``meta`` tensors within the emulated GPU's."""
 
+    #: The most that was alive since the program asked to look for that, and ever.
+    most_bytes = ever_bytes = 0
+
+    def memory_of(self, tensor: torch.Tensor) -> torch.UntypedStorage:
+        """Where a tensor lies on ``meta``; of one that is spread over several processes this one's part."""
+        tensor = tensor if isinstance(tensor, CudaTensor) else own_part(tensor)
+        return tensor.untyped_storage()
+
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory."""
-        return super().identify(_inner(tensor))
-
-    def number_of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's memory; -1 where it was not seen."""
-        return super().number_of(_inner(tensor))
+        number = super().identify(tensor)
+        self.most_bytes = max(self.most_bytes, self.live_bytes)
+        self.ever_bytes = max(self.ever_bytes, self.live_bytes)
+        return number
 
     @property
     def alive(self) -> set[int]:
@@ -36,13 +43,6 @@ class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on ``meta`` tensors, recorded unless muted."""
         return self._dispatched(func, args, kwargs)
-
-
-def _inner(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies on ``meta``, of a tensor that is spread over several processes this one's part."""
-    if not isinstance(tensor, CudaTensor):
-        tensor = own_part(tensor)
-    return tensor.on_meta if isinstance(tensor, CudaTensor) else tensor
 
 
 class ProgramCalls(SemanticMode):

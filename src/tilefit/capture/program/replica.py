@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -129,19 +130,13 @@ class Replica(nn.Module):
         self.require_forward_param_sync = sums
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """Within the block gradients are accumulated alone."""
-        kept, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = kept
+        return patch.object(self, "require_backward_grad_sync", False)
 
-    @contextmanager
-    def join(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[object]:
         """All processes have as many batches here."""
-        yield
+        return nullcontext()
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Reduce each bucket by ``hook(state, bucket)``, which gives a future."""

@@ -6,7 +6,6 @@ recorded as the attention that it is.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.aten import attention_of
 from tilefit.capture.fused import FusedCalls
-from tilefit.ops import BACKWARD_DATA, Attention
+from tilefit.ops import BACKWARD_DATA
 
 #: Along this dimension of [batch, heads, length, width].
 LENGTH = 2
@@ -57,28 +56,13 @@ class _RingAttention(torch.autograd.Function):
         return None, None, None, *grads
 
 
-def _op(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> Attention:
-    batch, heads, length, width = query.shape
-    return Attention(
-        batch=batch,
-        num_heads=heads,
-        seq_len=length,
-        head_dim=width,
-        kv_len=key.shape[LENGTH],
-        num_kv_heads=key.shape[1],
-        value_dim=value.shape[-1],
-        is_causal=is_causal,
-        dtype=DTYPES[query.dtype],
-    )
-
-
 def _forward(
     calls: FusedCalls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A kernel of the ring's forward pass: what it gives, and the logarithms of its sums."""
     out = query.new_empty((*query.shape[:3], value.shape[-1]))
     logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
-    op = _op(query, key, value, is_causal)
+    op = attention_of(query, key, value, is_causal=is_causal)
     calls.recorder.record(op, "aten.scaled_dot_product_attention", [query, key, value], [out])
     return out, logsumexp
 
@@ -95,7 +79,7 @@ def _backward(
     is_causal: bool,
 ) -> tuple[torch.Tensor, ...]:
     """A kernel of its backward pass: the gradients of query, key and value."""
-    op = replace(_op(query, key, value, is_causal), direction=BACKWARD_DATA)
+    op = attention_of(query, key, value, is_causal=is_causal, direction=BACKWARD_DATA)
     grads = tuple(torch.empty_like(each) for each in (query, key, value))
     reads = [grad_out, query, key, value, out]
     calls.recorder.record(op, "aten.scaled_dot_product_attention_backward", reads, [*grads])

@@ -23,10 +23,12 @@ from tilefit.capture.program.contained import Surroundings, contained
 from tilefit.capture.program.distributed import one_rank
 from tilefit.capture.program.finding import StepFinder
 from tilefit.capture.program.invariants import ON_CPU
+from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.window import Window
 from tilefit.capture.script import failure, run_as_main
 from tilefit.capture.sites import noting_makers, user_line
+from tilefit.emulation import nvml
 from tilefit.emulation.mail import Mail
 from tilefit.errors import CaptureError, TargetError, TilefitError
 from tilefit.gpus import Gpu
@@ -91,10 +93,12 @@ def on_emulated_gpu(
         fake: Random data take the place of data that are missing.
         mail: By which other ranks of the program answer.
     """
+    nvml.put_command(folder, gpu)
     with contained(folder, fake=fake) as around:
         modes = ProgramModes(gpu, mail)
         modes.meetings.is_loading = lambda: around.loaders.drawing
-        with one_rank(modes.recorder), noting_makers(), modes.running():
+        tools = changed({"pynvml": lambda module: nvml.answer(module, gpu, modes.meetings)})
+        with one_rank(modes.recorder), noting_makers(), tools, modes.running():
             yield around, modes
 
 
@@ -118,8 +122,8 @@ def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
         if not isinstance(error, SystemExit):
             _print_from_its_first_line(error)
         hint = "The program failed on the emulated GPU; see above."
-        if around.found:
-            hint += f" It may expect other data than were made up: {'; '.join(around.found)}."
+        if around.sources.found:
+            hint += f" It may expect other data than were made up: {'; '.join(around.sources.found)}."
         return failure(error, options.program, hint)
     return None
 
@@ -204,9 +208,9 @@ class _Capture:
             options.steps,
             self._begin,
             self._end,
+            modes.sites.source_line,
             self._first_ended,
             self._still_called,
-            modes.sites.source_line,
         )
         #: Of what trains nothing, the first call of its model.
         self._first: Step | TilefitError | None = None
@@ -268,7 +272,7 @@ class _Capture:
         program = replace(
             step.program,
             loaders=loaders,
-            fake=tuple(self.around.found),
+            fake=tuple(self.around.sources.found),
             optimizers=self.finder.lines,
             network=self.options.network,
         )

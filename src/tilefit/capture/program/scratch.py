@@ -13,7 +13,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -109,12 +109,15 @@ class Scratch:
                 shutil.copyfileobj(original, copy)
         return twin
 
+    def place(self, path: Any, writes: object, keeps: bool) -> Any:
+        """The path under which a file is read, or written, keeping what is in it."""
+        return self.write_path(path, keeps=keeps) if writes else self.read_path(path)
+
     def _is_own(self, path: Any) -> bool:
         """Whether a path is a name of a file of the program's."""
         if not isinstance(path, str | bytes | os.PathLike):
             return False
-        full = _full(path)
-        return not any(full == each or full.startswith(each + os.sep) for each in (*_SYSTEM, self._kept))
+        return not _is_beneath(_full(path), (*_SYSTEM, self._kept))
 
     def _exists(self, path: str) -> bool:
         try:
@@ -128,10 +131,7 @@ class Scratch:
 
     def is_gone(self, path: str) -> bool:
         """Whether the program has deleted it."""
-        if not self._gone:  # libraries list thousands of files
-            return False
-        full = _full(path)
-        return any(full == each or full.startswith(each + os.sep) for each in self._gone)
+        return bool(self._gone) and _is_beneath(_full(path), self._gone)  # libraries list thousands of files
 
     def _parents(self, twin: str) -> None:
         missing = []
@@ -144,16 +144,14 @@ class Scratch:
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """``open``."""
-        writes = set(mode) & set("wax+")
-        place = self.write_path(file, keeps="w" not in mode) if writes else self.read_path(file)
+        place = self.place(file, set(mode) & set("wax+"), "w" not in mode)
         self.handed_out += place in self._given
         return self._open(place, mode, *args, **kwargs)
 
     def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """``os.open``."""
         if dir_fd is None:
-            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            path = self.write_path(path, keeps=not flags & os.O_TRUNC) if writes else self.read_path(path)
+            path = self.place(path, flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT), not flags & os.O_TRUNC)
         return self._os_open(path, flags, mode, dir_fd=dir_fd)
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -229,22 +227,22 @@ def _full(path: Any) -> str:
     return os.path.abspath(os.fsdecode(path))
 
 
-class _Entries(list[Any]):
-    """What ``os.scandir`` returns: an iterator that is closed."""
+def _is_beneath(path: str, folders: Iterable[str]) -> bool:
+    return any(path == each or path.startswith(each + os.sep) for each in folders)
 
-    def __enter__(self) -> Iterator[Any]:
-        return iter(self)
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+class _Entries(ExitStack):
+    """What ``os.scandir`` returns: an iterator that is closed, though nothing is open."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        super().__init__()
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
 
     def __next__(self) -> Any:
-        if not self:
-            raise StopIteration
-        return self.pop(0)
-
-    def close(self) -> None:
-        """Nothing is open."""
+        return next(self._entries)
 
 
 @contextmanager
@@ -274,7 +272,7 @@ def redirected(
     def placed(function: Callable[..., Any], *, writes: bool = False) -> Callable[..., Any]:
         def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dir_fd") is None:
-                path = scratch.write_path(path, keeps=True) if writes else scratch.read_path(path)
+                path = scratch.place(path, writes, True)
             return function(path, *args, **kwargs)
 
         return asked

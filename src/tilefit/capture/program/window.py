@@ -138,11 +138,8 @@ class Window:
         forward = stage.forward_one_chunk
 
         def forward_one_chunk(self_: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            self._chunk = chunk
-            try:
+            with patch.object(self, "_chunk", chunk):
                 return forward(self_, chunk, *args, **kwargs)
-            finally:
-                self._chunk = None
 
         stage.forward_one_chunk = forward_one_chunk
 
@@ -222,6 +219,22 @@ class Window:
             if call is not None and number != call.module
         ]
         return tuple(dict.fromkeys(filter(None, (call.place if call else "", *others))))
+
+
+def second(modes: ProgramModes, run: Callable[[], Any], name: str, *, steps: int = 2) -> Step:
+    """The step that ``run`` does the second time: the first makes the optimizer's state.
+
+    Raises:
+        CaptureError: a part of it was not seen.
+    """
+    window = Window(modes)
+    with window.watching():
+        run()
+        stepped = modes.steps.known[:]
+        window.begin()
+        modes.returning(run())
+    with torch._C.DisableTorchFunction():
+        return window.step(name, name, stepped, steps)
 
 
 def _when_trained(out: Any, told: Callable[[], None]) -> None:

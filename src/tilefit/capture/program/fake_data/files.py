@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from unittest.mock import patch
 
 from tilefit.capture.program.fake_data import made
 from tilefit.capture.program.fake_data.sources import (
@@ -36,11 +37,8 @@ class Files:
         """Make what is at a path; false where that is not wanted or nobody knows what it would be."""
         if self._busy:
             return False
-        self._busy = True
-        try:
+        with patch.object(self, "_busy", True):
             return self._supply(path, function)
-        finally:
-            self._busy = False
 
     def _supply(self, path: str, asked: str) -> bool:
         is_image = path.lower().endswith(made.IMAGES)

@@ -181,8 +181,8 @@ class Rows:
         """Of its columns."""
         return cls(columns)
 
-    def _of(self, columns: Mapping[str, Sequence[Any]], format: str | None = None) -> Rows:
-        return self.__class__(columns, format)
+    def _of(self, columns: Mapping[str, Sequence[Any]]) -> Rows:
+        return type(self)(columns, self._format)
 
     @property
     def column_names(self) -> list[str]:
@@ -232,9 +232,7 @@ class Rows:
             index: Any = [*range(start, min(start + step, len(self)))] if batched else start
             for name, values in dict(function(rows, *([index] if with_indices else []), **extra)).items():
                 results.setdefault(name, []).extend(values if batched else [values])
-        removed = [remove_columns] if isinstance(remove_columns, str) else [*(remove_columns or ())]
-        kept = {name: values for name, values in self._columns.items() if name not in removed}
-        return self._of({**kept, **results}, self._format)
+        return self._of({**self.remove_columns(remove_columns or ())._columns, **results})
 
     def filter(self, function: Callable[..., bool], **kwargs: Any) -> Rows:
         """The rows of which a function is true."""
@@ -243,9 +241,7 @@ class Rows:
     def select(self, indices: Any) -> Rows:
         """Some rows."""
         chosen = [*indices]
-        return type(self)(
-            {name: [v[index] for index in chosen] for name, v in self._columns.items()}, self._format
-        )
+        return self._of({name: [v[index] for index in chosen] for name, v in self._columns.items()})
 
     def shuffle(self, *args: Any, **kwargs: Any) -> Rows:
         """The rows; they are random."""
@@ -264,24 +260,20 @@ class Rows:
     def remove_columns(self, names: Any) -> Rows:
         """Without some columns."""
         removed = [names] if isinstance(names, str) else names
-        return self._of({name: v for name, v in self._columns.items() if name not in removed}, self._format)
+        return self.select_columns([name for name in self._columns if name not in removed])
 
     def rename_column(self, old: str, new: str) -> Rows:
         """With another name for one."""
-        return type(self)(
-            {new if name == old else name: v for name, v in self._columns.items()}, self._format
-        )
+        return self._of({new if name == old else name: v for name, v in self._columns.items()})
 
     def select_columns(self, names: Any) -> Rows:
         """With these columns alone."""
-        return type(self)(
-            {name: self._columns[name] for name in ([names] if isinstance(names, str) else names)},
-            self._format,
-        )
+        kept = [names] if isinstance(names, str) else names
+        return self._of({name: self._columns[name] for name in kept})
 
     def with_format(self, type: str | None = None, columns: Any = None, **kwargs: Any) -> Rows:
         """With tensors for numbers, where it says ``torch``."""
-        return self._of({name: self._columns[name] for name in columns or self._columns}, type)
+        return self.__class__({name: self._columns[name] for name in columns or self._columns}, type)
 
     def set_format(self, type: str | None = None, columns: Any = None, **kwargs: Any) -> None:
         """Likewise, of itself."""

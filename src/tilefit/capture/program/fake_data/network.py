@@ -37,7 +37,7 @@ def changes(sources: Sources) -> dict[str, Change]:
             module.OpenerDirector,
             "open",
             lambda opener, url, *args, **kwargs: _address(url),
-            _opened(sources),
+            lambda opener, url, *args, **kwargs: Response(sources, _address(url)),
         ),
         "requests.sessions": lambda module: sources.answer(
             module.Session,
@@ -50,10 +50,6 @@ def changes(sources: Sources) -> dict[str, Change]:
 
 def _address(url: Any) -> str:
     return str(getattr(url, "full_url", url))
-
-
-def _opened(sources: Sources) -> Any:
-    return lambda opener, url, *args, **kwargs: Response(sources, _address(url))
 
 
 class Response(io.BytesIO):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -51,25 +54,32 @@ def changes(sources: Sources) -> dict[str, Change]:
     """Answers transformers and timm."""
     os.environ.update(OFFLINE)
     stand_ins = _Transformers(sources)
+
+    def pretrained(owner: str, stand_in: Callable[..., Any], **options: Any) -> Change:
+        """What a class has or makes of a name is answered."""
+        return lambda module: sources.answer(
+            getattr(module, owner), "from_pretrained", _named, stand_in, **options
+        )
+
     return {
         # Where it was imported before; else it is tried again and again for half a minute.
         "huggingface_hub.constants": lambda module: sources.replace(module, "HF_HUB_OFFLINE", True),
         "transformers.configuration_utils": stand_ins.configurations,
-        "transformers.modeling_utils": stand_ins.models,
-        "transformers.generation.configuration_utils": lambda module: sources.answer(
-            module.GenerationConfig, "from_pretrained", _named, lambda cls, *a, **k: cls()
+        "transformers.modeling_utils": pretrained("PreTrainedModel", stand_ins.model),
+        "transformers.generation.configuration_utils": pretrained(
+            "GenerationConfig", lambda cls, *a, **k: cls()
         ),
-        "transformers.models.auto.tokenization_auto": lambda module: sources.answer(
-            module.AutoTokenizer, "from_pretrained", _named, stand_ins.tokenizer, lacks=_is_empty
+        "transformers.models.auto.tokenization_auto": pretrained(
+            "AutoTokenizer", stand_ins.tokenizer, lacks=_is_empty
         ),
-        "transformers.tokenization_utils_base": lambda module: sources.answer(
-            module.PreTrainedTokenizerBase, "from_pretrained", _named, stand_ins.tokenizer, lacks=_is_empty
+        "transformers.tokenization_utils_base": pretrained(
+            "PreTrainedTokenizerBase", stand_ins.tokenizer, lacks=_is_empty
         ),
-        "transformers.models.auto.image_processing_auto": lambda module: sources.answer(
-            module.AutoImageProcessor, "from_pretrained", _named, stand_ins.image_processor
+        "transformers.models.auto.image_processing_auto": pretrained(
+            "AutoImageProcessor", stand_ins.image_processor
         ),
-        "transformers.image_processing_base": stand_ins.processors("ImageProcessingMixin"),
-        "transformers.feature_extraction_utils": stand_ins.processors("FeatureExtractionMixin"),
+        "transformers.image_processing_base": pretrained("ImageProcessingMixin", stand_ins.processor),
+        "transformers.feature_extraction_utils": pretrained("FeatureExtractionMixin", stand_ins.processor),
         "timm.models._builder": lambda module: sources.answer(
             module,
             "load_pretrained",
@@ -115,11 +125,8 @@ class _Transformers:
         values = {"model_type": kind, **sizes}
         return values, {key: value for key, value in kwargs.items() if key not in _OF_HUB}
 
-    def models(self, module: ModuleType) -> None:
+    def model(self, cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """With weights that nobody has set."""
-        self._sources.answer(module.PreTrainedModel, "from_pretrained", _named, self._model)
-
-    def _model(self, cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         import torch
 
         if config is None:
@@ -168,27 +175,15 @@ class _Transformers:
 
         config = AutoConfig.from_pretrained(str(name))
         kinds = IMAGE_PROCESSOR_MAPPING[type(config)]
-        found = (
-            [*kinds.values()]
-            if isinstance(kinds, dict)
-            else [*kinds]
-            if isinstance(kinds, tuple)
-            else [kinds]
-        )
+        found = kinds.values() if isinstance(kinds, dict) else kinds if isinstance(kinds, tuple) else [kinds]
         kind = next(each for each in found if each is not None)
         self._sources.state(f"the image processor of {name}", f"{kind.__name__} as it is made")
         return kind()
 
-    def processors(self, mixin: str) -> Change:
-        """With the settings of their class."""
-
-        def stand_in(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-            self._sources.state(f"{cls.__name__} {name}", "as it is made")
-            return cls()
-
-        return lambda module: self._sources.answer(
-            getattr(module, mixin), "from_pretrained", _named, stand_in
-        )
+    def processor(self, cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """With the settings of its class."""
+        self._sources.state(f"{cls.__name__} {name}", "as it is made")
+        return cls()
 
 
 def _is_empty(tokenizer: Any, cls: Any, name: Any, *args: Any, **kwargs: Any) -> bool:
@@ -205,13 +200,7 @@ def _type_in(name: str, types: list[str]) -> str:
 
 
 def _without_initialization() -> Any:
-    from contextlib import nullcontext
-
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:
-        try:
-            from transformers.modeling_utils import no_init_weights
-        except ImportError:
-            return nullcontext()
-    return no_init_weights()
+    for module in ("initialization", "modeling_utils"):
+        with suppress(ImportError, AttributeError):
+            return import_module(f"transformers.{module}").no_init_weights()
+    return nullcontext()

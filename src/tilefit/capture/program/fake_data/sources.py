@@ -42,7 +42,7 @@ class Missing:
     remedy: str
 
 
-class Sources:
+class Sources(ExitStack):
     """The sources that a program asks for while it runs.
 
     Args:
@@ -51,6 +51,7 @@ class Sources:
     """
 
     def __init__(self, found: list[str], *, fake: bool) -> None:
+        super().__init__()
         self.fake = fake
         self.found = found
         #: How often made-up data were handed out: what is timed with them is not what real data take.
@@ -59,14 +60,6 @@ class Sources:
         #: Makes a file that is missing, if its name says what would be in it.
         self.make: Callable[[str], bool] = lambda path: False
         self._missing: list[Missing] = []
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Sources:
-        self._stack.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     @property
     def handed_out(self) -> int:
@@ -102,7 +95,7 @@ class Sources:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Let an attribute have another value until the end."""
-        self._stack.enter_context(patch.object(owner, name, value))
+        self.enter_context(patch.object(owner, name, value))
 
     def answer(
         self,
@@ -113,6 +106,7 @@ class Sources:
         *,
         when: Callable[..., bool] = lambda *args, **kwargs: True,
         lacks: Callable[..., bool] = lambda result, *args, **kwargs: False,
+        beside: tuple[type[Exception], ...] | type[Exception] = (),
     ) -> None:
         """Answer a function of a library's where it fails because its data are missing.
 
@@ -122,6 +116,7 @@ class Sources:
             stand_in: Makes what is returned instead, of the function's arguments, and states it.
             when: Whether the call is one to answer, of its arguments.
             lacks: Whether what it returned was made without data, of that and its arguments.
+            beside: What it raises where data are missing, beside what :func:`is_missing` knows.
         """
         static = owner.__dict__[name]
         is_method = isinstance(static, classmethod | staticmethod)
@@ -135,7 +130,7 @@ class Sources:
                     return result
                 raise FileNotFoundError(f"{label(*args, **kwargs)}: no data")  # noqa: TRY301 - as others say it
             except Exception as error:
-                if not is_missing(error) or not when(*args, **kwargs):
+                if not (isinstance(error, beside) or is_missing(error)) or not when(*args, **kwargs):
                     raise
                 self.note(label(*args, **kwargs))
                 if not self.fake:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from tilefit.capture.program.fake_data import made
-from tilefit.capture.program.fake_data.sources import Sources, is_missing
+from tilefit.capture.program.fake_data.sources import Sources
 from tilefit.capture.program.late import Change
 
 
@@ -87,22 +87,16 @@ def changes(sources: Sources) -> dict[str, Change]:
 
 
 def _readers(sources: Sources, module: ModuleType) -> None:
-    original = module.create_reader  # timm has one for folders, archives and the libraries of data sets
+    """timm has one for folders, archives and the libraries of data sets; it asserts that a folder exists."""
 
-    def create_reader(name: str, root: Any = None, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(name, root, *args, **kwargs)
-        except Exception as error:
-            # It asserts that a folder exists.
-            if not isinstance(error, AssertionError) and not is_missing(error):
-                raise
-            sources.note(f"timm's images in {name or root}")
-            if not sources.fake:
-                raise
-            sources.state(f"timm's images in {name or root}", "50000 random photos, 1000 classes")
-            return _Reader(sources)
+    def label(name: str, root: Any = None, *args: Any, **kwargs: Any) -> str:
+        return f"timm's images in {name or root}"
 
-    sources.replace(module, "create_reader", create_reader)
+    def stand_in(*args: Any, **kwargs: Any) -> _Reader:
+        sources.state(label(*args, **kwargs), "50000 random photos, 1000 classes")
+        return _Reader(sources)
+
+    sources.answer(module, "create_reader", label, stand_in, beside=AssertionError)
 
 
 class _Reader:
@@ -132,35 +126,39 @@ def _datasets(sources: Sources, module: ModuleType) -> None:
     kinds = [kind for kind in public if isinstance(kind, type) and issubclass(kind, module.VisionDataset)]
     own = {each for kind in kinds for each in kind.__mro__}
     for kind in own - {module.VisionDataset, module.FakeData}:
-        for method, change in (("__init__", _made), ("__getitem__", _item), ("__len__", _length)):
-            if kind.__module__.startswith(module.__name__) and method in vars(kind):
+        if not kind.__module__.startswith(module.__name__):
+            continue
+        for method, change in (("__getitem__", _item), ("__len__", _length)):
+            if method in vars(kind):
                 sources.replace(kind, method, change(vars(kind)[method], sources))
+        if "__init__" in vars(kind):
+            _answer_making(kind, sources)
 
 
-def _made(original: Any, sources: Sources) -> Any:
+def _answer_making(kind: type, sources: Sources) -> None:
+    """Make data sets of a class from what is there, without downloads, or from nothing."""
+    original: Any = vars(kind)["__init__"]
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs)
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
         if "download" in given.arguments:
             given.arguments["download"] = False
-        try:
-            original(*given.args, **given.kwargs)
-        except Exception as error:
-            if not is_missing(error):
-                raise
-            name = next((each.__name__ for each in type(self).__mro__ if each.__name__ in _KNOWN), "")
-            name = name or next(
-                e.__name__ for e in type(self).__mro__ if e.__module__.startswith("torchvision.")
-            )
-            sources.note(f"torchvision.datasets.{name}")
-            if not sources.fake:
-                raise
-            given.apply_defaults()
-            _fill(self, name, {**given.arguments, **given.arguments.get("kwargs", {})}, sources)
+        original(*given.args, **given.kwargs)
 
-    return init
+    def name(self: Any, *args: Any, **kwargs: Any) -> str:
+        known = (each for each in type(self).__mro__ if each.__name__ in _KNOWN)
+        own = (each for each in type(self).__mro__ if each.__module__.startswith("torchvision."))
+        return next(known, next(own)).__name__
+
+    def fill(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        _fill(self, name(self), {**given.arguments, **given.arguments.get("kwargs", {})}, sources)
+
+    sources.replace(kind, "__init__", init)
+    sources.answer(kind, "__init__", lambda *a, **k: f"torchvision.datasets.{name(*a, **k)}", fill)
 
 
 def _fill(self: Any, name: str, given: dict[str, Any], sources: Sources) -> None:
