@@ -7,11 +7,11 @@ from itertools import product as every
 from math import gcd, inf, log2, prod
 from typing import NamedTuple
 
-from tilefit.cost.analytic import estimates
+from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import GENERAL, Constants
 from tilefit.cost.constants import constants as constants_of
 from tilefit.cost.conv_kernels import PLAIN_ACCESS_BYTES, is_plain_product, kernels
-from tilefit.cost.estimate import MATH, Estimate, from_datasheet
+from tilefit.cost.estimate import MATH, Estimate
 from tilefit.cost.features import (
     ALIGNMENTS,
     FIXED_S,
@@ -25,7 +25,7 @@ from tilefit.cost.features import (
 from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import CEILINGS, SIMT, Kernel, feed, on_cuda_cores, select, uses_tensor_cores
 from tilefit.cost.launch import KERNEL_S, counts, launches
-from tilefit.cost.memory import floor_s, rate_bytes_per_s
+from tilefit.cost.memory import clocks_s, floor_s, moved_s, rate_bytes_per_s
 from tilefit.cost.tiles import STAGE_BYTES, TILES, ceil_div, count, round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Op, Settings, StepOp
@@ -135,8 +135,16 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     path = (_on_tensor_cores if tensor_cores else _on_cuda_cores)(op, gpu, constants)
     plan = schedule(path.product, gpu, path.constants, path.kernel, traffic=op)
     added_s = path.conversion_s + _added_s(op, path.product, plan.split, gpu, constants) * tensor_cores
-    floor = floor_s(op, gpu) / (_WINOGRAD_LIMIT if path.winograd else 1.0)
-    factor = 1 / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
+    factor = _over_product(op, gpu) / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
+    plan = plan._replace(math_s=plan.math_s * factor, memory_s=plan.memory_s * factor + added_s)
+    time_s = plan.time_s * factor + added_s + constants.kernel_s(gpu)
+    least_s = floor_s(op, gpu) / (_WINOGRAD_LIMIT if path.winograd else 1.0)
+    return from_datasheet(op, gpu, time_s, _SPREAD, floor=least_s, **plan.facts(path.kernel, gpu))
+
+
+def _over_product(op: Conv, gpu: Gpu) -> float:
+    """How many times as long a pass takes as the product that it is."""
+    factor = 1.0
     if op.direction == BACKWARD_DATA and any(stride > 1 for stride in op.stride):
         factor *= _STRIDED_GRADIENT_FACTOR
     if op.groups > 1 and uses_tensor_cores(op.dtype, gpu):
@@ -144,17 +152,7 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
         factor *= _PACKED if together else _GROUP_BY_GROUP if op.channels_last else 1.0
         if "grouped convolutions" in gpu.lacks and op.channels_last and op.groups < _MANY_GROUPS:
             factor *= _WIDE_GROUPS[op.direction] if min(op.group_channels) >= _WIDE_GROUP else 1.0
-    return from_datasheet(
-        max(plan.time_s * factor + added_s + constants.kernel_s(gpu), floor),
-        floor,
-        _SPREAD,
-        math_s=plan.math_s * factor,
-        memory_s=plan.memory_s * factor + added_s,
-        kernel_family=path.kernel.family,
-        tile=(plan.tile.rows, plan.tile.columns),
-        waves=plan.blocks / gpu.sms,
-        reason=path.kernel.reason,
-    )
+    return factor
 
 
 def _added_s(op: Conv, product: Gemm, split: int, gpu: Gpu, constants: Constants) -> float:
@@ -164,8 +162,7 @@ def _added_s(op: Conv, product: Gemm, split: int, gpu: Gpu, constants: Constants
     if op.direction == BACKWARD_DATA:
         return constants.kernel_s(gpu)
     copies = split if split > 1 else 2 * (gpu.compute_capability >= (7, 5))
-    sums = 4 * copies * product.m * product.n
-    return 2 * constants.kernel_s(gpu) + sums / rate_bytes_per_s(sums, gpu, constants)
+    return 2 * constants.kernel_s(gpu) + moved_s(4 * copies * product.m * product.n, gpu, constants)
 
 
 def _large_filter_rate(op: Op, gpu: Gpu) -> float:
@@ -191,7 +188,7 @@ def falls(op: Op, gpu: Gpu) -> bool:
 
 def with_large_filter(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     """The estimate of an operation, or of the slower kernels that its large filter leaves."""
-    time_s = op.flop / (gpu.sms * gpu.boost_clock_hz * _large_filter_rate(op, gpu))
+    time_s = clocks_s(op.flop / _large_filter_rate(op, gpu), gpu)
     if time_s <= estimate.time_s:
         return estimate
     fallen = falls(op, gpu)
@@ -213,14 +210,9 @@ def with_bias(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
         return estimate
     found = constants_of(gpu)
     written = op.write_bytes
-    math_s = _BIAS_CLOCKS * written / size_bytes(op.dtype) / (gpu.sms * gpu.boost_clock_hz)
-    time_s = max(math_s, 2 * written / rate_bytes_per_s(2 * written, gpu, found)) + found.kernel_s(gpu)
-    return replace(
-        estimate,
-        time_s=estimate.time_s + time_s,
-        low_s=estimate.low_s + time_s,
-        high_s=estimate.high_s + time_s,
-    )
+    math_s = clocks_s(_BIAS_CLOCKS * written / size_bytes(op.dtype), gpu)
+    added_s = max(math_s, moved_s(2 * written, gpu, found)) + found.kernel_s(gpu)
+    return estimate.each(lambda time_s: time_s + added_s)
 
 
 @launches(Conv)
@@ -321,11 +313,11 @@ def _depthwise(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     memory_s = op.moved_bytes / (rate_bytes_per_s(op.moved_bytes, gpu, constants) * share)
     pixels = op.input_elements if op.direction == BACKWARD_DATA else 0
     tried = max(op.output_elements, pixels) * prod(op.kernel_size) * min(op.group_channels)
-    math_s = tried / (gpu.sms * gpu.boost_clock_hz * per_clock)
-    floor = floor_s(op, gpu)
+    math_s = clocks_s(tried / per_clock, gpu)
     return from_datasheet(
-        max(max(memory_s, math_s) + kernels * constants.kernel_s(gpu), floor),
-        floor,
+        op,
+        gpu,
+        max(memory_s, math_s) + kernels * constants.kernel_s(gpu),
         _SPREAD,
         math_s=math_s,
         memory_s=memory_s,
