@@ -132,11 +132,9 @@ def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Esti
 
 
 @counts(Attention)
-def count_attention(entry: StepOp, gpu: Gpu) -> int:
+def count_attention(op: Attention, entry: StepOp, gpu: Gpu) -> int:
     """Before the forward kernel two constants and a choice between them make numbers of a mask of booleans,
     and another kernel hands over the state of dropout's random numbers."""
-    op = entry.op
-    assert isinstance(op, Attention)
     if op.direction != FORWARD:
         return op.kernels
     return op.kernels + 3 * any(ref.dtype == "bool" for ref in entry.inputs) + bool(op.dropout_p)

@@ -222,10 +222,9 @@ def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int
 
 
 @counts(Conv)
-def count_conv(entry: StepOp, gpu: Gpu) -> int:
+def count_conv(op: Conv, entry: StepOp, gpu: Gpu) -> int:
     """Those of the pass, and of a bias."""
-    assert isinstance(entry.op, Conv)
-    return kernels(entry.op, gpu) + (entry.phase == FORWARD and len(entry.inputs) > 2)
+    return kernels(op, gpu) + (entry.phase == FORWARD and len(entry.inputs) > 2)
 
 
 class _Path(NamedTuple):

@@ -187,10 +187,9 @@ def _is_in_steps(op: Gemm) -> bool:
 
 
 @counts(Gemm)
-def count_gemm(entry: StepOp, gpu: Gpu) -> int:
+def count_gemm(op: Gemm, entry: StepOp, gpu: Gpu) -> int:
     """Those of a product."""
-    assert isinstance(entry.op, Gemm)
-    return kernels(entry.op, gpu)
+    return kernels(op, gpu)
 
 
 @describes(Gemm(96, 264, 520, "fp16", "NN"))

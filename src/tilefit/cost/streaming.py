@@ -267,10 +267,8 @@ def launch_streaming(op: Streaming, phase: str, gpu: Gpu, settings: Settings) ->
 
 
 @counts(Streaming)
-def count_streaming(entry: StepOp, gpu: Gpu) -> int:
+def count_streaming(op: Streaming, entry: StepOp, gpu: Gpu) -> int:
     """The kernels of a function's implementation for CUDA."""
-    op = entry.op
-    assert isinstance(op, Streaming)
     if op.function.endswith("index_put") and op.kernels > 1:
         indices = sum(ref.dtype.startswith("int") for ref in entry.inputs)
         return 9 * indices + (3 if prod(entry.inputs[-1].shape) <= _TILE_SORTED else 6)
