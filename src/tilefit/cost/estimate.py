@@ -57,6 +57,11 @@ class Estimate:
         time_s, low_s, high_s = map(change, (self.time_s, self.low_s, self.high_s))
         return replace(self, time_s=time_s, low_s=low_s, high_s=high_s, **facts)
 
+    def within(self, time_s: float, spread: float, floor: float = 0.0, **facts: Any) -> Estimate:
+        """With another time, an interval of this half-width, as a factor minus one, and these fields."""
+        ends = {"low_s": max(time_s / (1 + spread), floor), "high_s": time_s * (1 + spread)}
+        return replace(self, time_s=time_s, **ends, **facts)
+
 
 #: The host's launches are what a step waits for; a bound of a step, never of one operation.
 LAUNCH = "launch"

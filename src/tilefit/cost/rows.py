@@ -11,7 +11,6 @@ they grow with the rows. Of the same sizes on an H100, of which nothing is fitte
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import exp, sqrt
 from typing import NamedTuple
 
@@ -81,15 +80,9 @@ def with_rows(op: Op, estimate: Estimate, gpu: PricedGpu) -> Estimate:
         return estimate
     floor = floor_s(op, gpu)
     time_s = max(time_s, floor)
-    return replace(
-        estimate,
-        time_s=time_s,
-        low_s=max(time_s / (1 + _SPREAD), floor),
-        high_s=time_s * (1 + _SPREAD),
-        bound=MEMORY if estimate.memory_s > time_s / 2 else LATENCY,
-        kernel_family="rows",
-        reason=f"{op.picked} rows of a table of {op.table}",
-    )
+    limit = MEMORY if estimate.memory_s > time_s / 2 else LATENCY
+    reason = f"{op.picked} rows of a table of {op.table}"
+    return estimate.within(time_s, _SPREAD, floor, bound=limit, kernel_family="rows", reason=reason)
 
 
 def _looked_up(op: Streaming, gpu: PricedGpu) -> _Limits:
