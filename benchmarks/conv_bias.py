@@ -124,6 +124,7 @@ def predict(path: Path, name: str) -> None:
             width * channels,
             row["dtype"],
             function="convolution_backward",
+            strided=row["channels_last"] or size == 1,
         )
         sum_s = estimate(total, gpu).time_s
         layout = "NHWC" if row["channels_last"] else "NCHW"

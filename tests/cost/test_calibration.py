@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from math import inf
 from pathlib import Path
@@ -17,11 +18,15 @@ from physics import least_s
 from tilefit import gpus
 from tilefit.cost import ESTIMATED, estimate
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibration import SOFTENED, least_error, network, number_bytes, read
+from tilefit.cost.calibration import SOFTENED, least_error, network, read
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
 from tilefit.errors import TilefitError
 from tilefit.ops import Attention, Conv2d, Gemm, Op, Streaming
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from compress_calibration import number_bytes
 
 H200 = gpus.get("h200")
 TABLE = Path(__file__).resolve().parents[2] / "src" / "tilefit" / "cost" / "data" / "h200.npz"

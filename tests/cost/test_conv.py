@@ -15,8 +15,9 @@ from tilefit.cost import MEMORY, estimate
 from tilefit.cost.footprint import converted_bytes
 from tilefit.cost.fusion import fuse
 from tilefit.cost.model import analytic
+from tilefit.cost.sums import SUMMED
 from tilefit.gpus import get
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Streaming
 
 H200 = get("h200")
 
@@ -150,3 +151,33 @@ def test_a_bias_is_added_by_a_kernel_of_its_own_unless_the_step_is_compiled() ->
     assert added_s == pytest.approx(eager.output_elements / 157.3e6 * 485e-6, rel=0.1)
     compiled = capture(layer, (torch.zeros(64, 150, 64, 64),), train=False, amp="bf16", compile=True)
     assert not any(entry.op.bias for entry in fuse(compiled).ops if isinstance(entry.op, Conv))
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "channels", "last", "measured_us"),
+    [
+        (128, 7, 96, False, 27.5),  # a warp for each channel
+        (128, 14, 96, False, 9.5),  # a block
+        (32, 56, 160, False, 48.4),  # two on some multiprocessors
+        (2, 56, 72, True, 8.0),
+        (128, 28, 288, True, 101.7),  # the last block adds up what hundreds left
+        (8, 28, 233, True, 6.3),  # an odd number of channels: one at a time, by more threads
+    ],
+)
+def test_a_bias_gradient_takes_what_its_channels_and_blocks_leave(
+    batch: int, size: int, channels: int, last: bool, measured_us: float
+) -> None:
+    """Sizes drawn anew, bf16 and fp16, on an H100 (``benchmarks/conv_bias.py --seed 4``)."""
+    elements = batch * size**2 * channels
+    op = Streaming("reduction", elements, 2 * elements, 2 * channels, "bf16", function=SUMMED, strided=last)
+    assert estimate(op, "h100-sxm").time_s == pytest.approx(measured_us * 1e-6, rel=0.25)
+
+
+@pytest.mark.parametrize(("size", "last"), [(8, False), (8, True), (1, False)])
+def test_the_layout_of_a_bias_gradient_is_captured(size: int, last: bool) -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Conv2d(16, 24, 1), torch.nn.Conv2d(24, 32, 1))
+        images = torch.empty(4, 16, size, size)
+    step = capture(model, images, train=True, channels_last=last)
+    sums = [entry.op for entry in step.ops if isinstance(entry.op, Streaming) and entry.op.function == SUMMED]
+    assert sums[-1].strided == (last or size == 1)  # of the first layer, whose gradient lies as its output

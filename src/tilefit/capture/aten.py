@@ -319,7 +319,9 @@ def _convolution_backward(call: Call, recorder: Recording) -> list[Described]:
         op = _conv(x, weight, grad, settings, recorder, BACKWARD_WEIGHT)
         ops.append((op, BACKWARD_WEIGHT, (grad, x), (grad_weight,)))
     if mask[2]:
-        ops.append(_stream(recorder, "reduction", (grad,), (grad_bias,), phase=BACKWARD_WEIGHT))
+        # Whether channels lie next to each other, also those of single pixels.
+        across, passed = grad.stride(1) == 1, BACKWARD_WEIGHT
+        ops.append(_stream(recorder, "reduction", (grad,), (grad_bias,), phase=passed, strided=across))
     return ops
 
 

@@ -76,7 +76,8 @@ def _explained(told: GemmExplanation) -> RenderableType:
     title = Text.assemble(
         (f"gemm {product.shape} {product.layout} {product.dtype}", "bold"), f" on {told.gpu.title}"
     )
-    side = "above" if told.intensity >= told.ops_per_byte else "below"
+    intensity, balance = product.intensity, told.gpu.ops_per_byte(product.dtype)
+    side = "above" if intensity >= balance else "below"
     facts = output.table("", "")
     for label, value in (
         ("Time", f"{units.seconds(predicted.time_s)} ({units.interval(predicted.low_s, predicted.high_s)})"),
@@ -85,7 +86,7 @@ def _explained(told: GemmExplanation) -> RenderableType:
             f"{units.rate(told.flop_per_s)}, {units.share(told.peak_share)} of the {product.dtype} peak",
         ),
         ("Bound", predicted.bound),
-        ("Intensity", f"{told.intensity:.0f} FLOP/byte, {side} the GPU's {told.ops_per_byte:.0f}"),
+        ("Intensity", f"{intensity:.0f} FLOP/byte, {side} the GPU's {balance:.0f}"),
         ("Kernels", f"{predicted.kernel_family}: {because(predicted.kernel_family, told.kernel.reason)}"),
         ("Tile", _tile(told)),
         ("Waves", f"{told.waves:.2f}; the last one fills {units.share(told.last_wave_fill)} of the SMs"),
@@ -94,7 +95,7 @@ def _explained(told: GemmExplanation) -> RenderableType:
     ):
         facts.add_row(Text(label, style="dim"), Text(value))
     operands = output.table("matrix", "contiguous", ">leading dimension", ">aligned to")
-    for operand in told.operands:
+    for operand in product.operands:
         operands.add_row(
             operand.name,
             operand.contiguous,
@@ -189,7 +190,6 @@ def _tile(told: GemmExplanation) -> str:
 
     tile = told.estimate.tile
     shape = f"{tile[0]}x{tile[1]}, " if tile else ""
-    split = f", k split {told.split} ways" if told.split > 1 else ""
-    return (
-        f"{shape}{told.tiles:,} blocks{split}; {share(told.tile_efficiency)} of what they compute is wanted"
-    )
+    split = f", k split {told.plan.split} ways" if told.plan.split > 1 else ""
+    wanted = f"{share(told.tile_efficiency)} of what they compute is wanted"
+    return f"{shape}{told.plan.blocks:,} blocks{split}; {wanted}"

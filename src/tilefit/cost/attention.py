@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from math import gcd, log2
 
-from tilefit.cost.analytic import estimates
+from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import Constants
-from tilefit.cost.estimate import Estimate, from_datasheet
+from tilefit.cost.estimate import Estimate
 from tilefit.cost.features import FIXED_S, Row, describes, one_hot, quantization
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.launch import counts
-from tilefit.cost.memory import floor_s, rate_bytes_per_s
+from tilefit.cost.memory import moved_s
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.cost.tiles import ceil_div, round_up
 from tilefit.gpus import Gpu
@@ -107,21 +107,11 @@ def estimate_attention(op: Attention, gpu: Gpu, constants: Constants) -> Estimat
     # However few the blocks, one of them meets every key, on one SM.
     last_clocks = min(_QUERY_TILE, op.seq_len) * op.kv_len * pair_clocks
     math_s = max(clocks / gpu.sms, last_clocks) / clock_hz
-    memory_s = op.moved_bytes / (rate_bytes_per_s(op.moved_bytes, gpu, constants) * _MEMORY_SHARE)
-    floor = floor_s(op, gpu)
+    memory_s = moved_s(op.moved_bytes, gpu, constants) / _MEMORY_SHARE
     # The sum, not the larger: fitted as a p-norm, the best p was 1.1.
-    busy = math_s + memory_s
-    time_s = max(busy + _FIXED_KERNELS * constants.kernel_s(gpu), floor)
-    return from_datasheet(
-        time_s,
-        floor,
-        _SPREAD,
-        busy_s=busy,
-        math_s=math_s,
-        memory_s=memory_s,
-        kernel_family=name,
-        reason=reason,
-    )
+    parts = {"math_s": math_s, "memory_s": memory_s, "busy_s": math_s + memory_s}
+    time_s = math_s + memory_s + _FIXED_KERNELS * constants.kernel_s(gpu)
+    return from_datasheet(op, gpu, time_s, _SPREAD, **parts, kernel_family=name, reason=reason)
 
 
 def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Estimate:
@@ -129,39 +119,22 @@ def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Esti
     heads = op.batch * op.num_heads
     scores = heads * op.seq_len * op.kv_len
     scores_bytes = scores * size_bytes(op.dtype)
-    product = estimate_gemm(
-        Gemm(op.seq_len, op.kv_len, op.head_dim, op.dtype, "TN", heads), gpu, constants
-    ).time_s
-    weighted = estimate_gemm(
-        Gemm(op.seq_len, op.value_dim, op.kv_len, op.dtype, "NN", heads), gpu, constants
-    ).time_s
-    softmax = estimate_streaming(
-        Streaming("softmax", scores, scores_bytes, scores_bytes, op.dtype, inner=op.kv_len), gpu, constants
-    ).time_s
+    product = Gemm(op.seq_len, op.kv_len, op.head_dim, op.dtype, "TN", heads)
+    weighted = Gemm(op.seq_len, op.value_dim, op.kv_len, op.dtype, "NN", heads)
+    softmax = Streaming("softmax", scores, scores_bytes, scores_bytes, op.dtype, inner=op.kv_len)
     passes = 1 if op.direction == FORWARD else 2
-    math_s = passes * (product + weighted)
+    math_s = passes * sum(estimate_gemm(each, gpu, constants).time_s for each in (product, weighted))
     # Softmax, scaling and mask each read and write the scores.
-    memory_s = passes * 2 * softmax
-    floor = floor_s(op, gpu)
-    time_s = max(math_s + memory_s, floor)
-    return from_datasheet(
-        time_s,
-        floor,
-        2 * _SPREAD,
-        math_s=math_s,
-        memory_s=memory_s,
-        busy_s=time_s,
-        kernel_family=MATH_BACKEND,
-        reason=reason,
-    )
+    memory_s = passes * 2 * estimate_streaming(softmax, gpu, constants).time_s
+    parts = {"math_s": math_s, "memory_s": memory_s, "busy_s": math_s + memory_s}
+    time_s = math_s + memory_s
+    return from_datasheet(op, gpu, time_s, 2 * _SPREAD, **parts, kernel_family=MATH_BACKEND, reason=reason)
 
 
 @counts(Attention)
-def count_attention(entry: StepOp, gpu: Gpu) -> int:
+def count_attention(op: Attention, entry: StepOp, gpu: Gpu) -> int:
     """Before the forward kernel two constants and a choice between them make numbers of a mask of booleans,
     and another kernel hands over the state of dropout's random numbers."""
-    op = entry.op
-    assert isinstance(op, Attention)
     if op.direction != FORWARD:
         return op.kernels
     return op.kernels + 3 * any(ref.dtype == "bool" for ref in entry.inputs) + bool(op.dropout_p)

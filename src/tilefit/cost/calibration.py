@@ -389,15 +389,6 @@ def write(calibration: Calibration, path: Path) -> None:
         raise TilefitError(what, where=str(path), hint="Choose another file: --output FILE.") from error
 
 
-def number_bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
-    """Numbers as their bytes [..., bytes], all first ones before all second ones: exponents are alike, and
-    take a file less space where they stand together."""
-    import numpy as np
-
-    little = np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("<"))
-    return np.asfortranarray(little[..., None].view(np.uint8))
-
-
 def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
     """One kind's networks from the arrays and facts of a calibration's file."""
     import numpy as np

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tilefit.cost.analytic import estimates
+from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import Constants
-from tilefit.cost.estimate import MEMORY, Estimate, from_datasheet
+from tilefit.cost.estimate import MEMORY, Estimate
 from tilefit.cost.links import Fabric, Group
 from tilefit.gpus import Gpu
 from tilefit.ops import Collective
@@ -27,8 +27,9 @@ def estimate_collective(op: Collective, gpu: Gpu, constants: Constants) -> Estim
     size = op.elements * size_bytes(op.dtype)
     time_s = fabric.time_s(op.function, size, Group(op.ranks, op.ranks), sums=floating)
     return from_datasheet(
+        op,
+        gpu,
         time_s,
-        0.0,
         fabric.link.spread,
         math_s=0.0,
         memory_s=time_s,

@@ -57,59 +57,16 @@ class Constants:
         return self.kernel_clocks / gpu.boost_clock_hz
 
 
-#: For a GPU of an architecture without a table: fitted on A100, H100 and H200 together. The L2 rate is half
-#: of what NVIDIA's A100 whitepaper states (5120 bytes per clock); the share of its capacity follows from how
-#: the tables were measured, rotating up to six copies of the weights.
-GENERAL = Constants(
-    kernel_clocks=4680,
-    split_s=2.75e-6,
-    memory_efficiency=0.857,
-    write_weight=1.06,
-    math_efficiency=0.837,
-    simt_efficiency=0.9,
-    small_tile_exponent=0.024,
-    prologue_bytes=247,
-    saturating_share=0.109,
-    overlap=2.53,
-)
+#: Here, as in the next table, in the order of the fields. For a GPU of an architecture without a table:
+#: fitted on A100, H100 and H200 together. The L2 rate is half of what NVIDIA's A100 whitepaper states (5120
+#: bytes per clock); the share of its capacity follows from how the tables were measured, rotating up to six
+#: copies of the weights.
+GENERAL = Constants(4680, 2.75e-6, 0.857, 1.06, 0.837, 0.9, 0.024, 247, 0.109, 2.53)
 #: Fitted on the A100; on the H100 and the H200 together; on the L40S.
 _ARCHITECTURES = {
-    "ampere": Constants(
-        kernel_clocks=4560,
-        split_s=2.44e-6,
-        memory_efficiency=0.861,
-        write_weight=1.61,
-        math_efficiency=0.845,
-        simt_efficiency=0.93,
-        small_tile_exponent=0.162,
-        prologue_bytes=175,
-        saturating_share=0.125,
-        overlap=2.27,
-    ),
-    "hopper": Constants(
-        kernel_clocks=4690,
-        split_s=2.75e-6,
-        memory_efficiency=0.857,
-        write_weight=1.11,
-        math_efficiency=0.839,
-        simt_efficiency=0.79,
-        small_tile_exponent=0.015,
-        prologue_bytes=259,
-        saturating_share=0.094,
-        overlap=2.96,
-    ),
-    "ada": Constants(
-        kernel_clocks=3740,
-        split_s=2.48e-6,
-        memory_efficiency=0.779,
-        write_weight=1.0,
-        math_efficiency=0.603,
-        simt_efficiency=0.6,
-        small_tile_exponent=0.028,
-        prologue_bytes=152,
-        saturating_share=0.067,
-        overlap=4.82,
-    ),
+    "ampere": Constants(4560, 2.44e-6, 0.861, 1.61, 0.845, 0.93, 0.162, 175, 0.125, 2.27),
+    "hopper": Constants(4690, 2.75e-6, 0.857, 1.11, 0.839, 0.79, 0.015, 259, 0.094, 2.96),
+    "ada": Constants(3740, 2.48e-6, 0.779, 1.0, 0.603, 0.6, 0.028, 152, 0.067, 4.82),
 }
 #: GPUs whose own table was fitted, with the spread that remains.
 _FITTED = {"a100-sxm-80gb": 0.15, "h100-sxm": 0.11, "h200": 0.11, "l40s": 0.2}

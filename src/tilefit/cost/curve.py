@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.explain import MOST_GROWTH, larger_sizes
@@ -231,20 +231,12 @@ def curve(
     together = [products(size) for size in ordered]
     estimates = iter((prices or estimate_all)([product for each in together for product in each], gpu))
     found = {}
-    provenance = ""
     for size, each in zip(ordered, together, strict=True):
         times = [next(estimates) for _ in each]
-        provenance = times[0].provenance
-        found[size] = Point(
-            size,
-            time_s=sum(p.time_s for p in times),
-            low_s=sum(p.low_s for p in times),
-            high_s=sum(p.high_s for p in times),
-            flop=sum(product.flop for product in each),
-            kernel_families=tuple(dict.fromkeys(p.kernel_family for p in times if p.kernel_family)),
-        )
-    points = tuple(found[size] for size in sizes)
-    return Curve(name, gpu, points, _dips(points, [found[size] for size in ordered]), provenance)
+        ends = (sum(getattr(time, name) for time in times) for name in ("time_s", "low_s", "high_s"))
+        families = dict.fromkeys(time.kernel_family for time in times if time.kernel_family)
+        found[size] = Point(size, *ends, sum(product.flop for product in each), tuple(families))
+    return _curve(name, gpu, sizes, found, times[0].provenance)
 
 
 def step_curve(
@@ -283,31 +275,24 @@ def step_curve(
             too_large[size] = step.memory.peak_bytes
             continue
         total = estimate_step(step, gpu, (prices or estimate_all)([entry.op for entry in step.ops], gpu))
-        found[size] = Point(
-            size,
-            total.time_s,
-            total.low_s,
-            total.high_s,
-            step.tensor_flop,
-            items=step.batch * (size if over == "seq" else 1),
-            memory_bytes=step.memory.peak_bytes,
-        )
-    points = tuple(found[size] for size in sizes if size in found)
-    if not points:
+        items = step.batch * (size if over == "seq" else 1)
+        ends = total.time_s, total.low_s, total.high_s
+        found[size] = Point(size, *ends, step.tensor_flop, (), items, step.memory.peak_bytes)
+    if not any(size in found for size in sizes):
         raise TilefitError(
             f"at {over} {sizes[0]} the step needs {capacity(too_large[sizes[0]])}, and {gpu.title} has "
             f"{capacity(gpu.memory_bytes)}",
             hint="Begin with a smaller size, or name a larger GPU.",
         )
-    return Curve(
-        name,
-        gpu,
-        points,
-        _dips(points, list(found.values())),
-        total.provenance,
-        ("tokens" if over == "seq" else "samples") if first.batch else "",
-        tuple(size for size in sizes if size in too_large),
-    )
+    unit = ("tokens" if over == "seq" else "samples") if first.batch else ""
+    without = tuple(size for size in sizes if size in too_large)
+    return _curve(name, gpu, sizes, found, total.provenance, unit, without)
+
+
+def _curve(name: str, gpu: PricedGpu, sizes: Sequence[int], found: Mapping[int, Point], *facts: Any) -> Curve:
+    """The points of some sizes, and which of all those found beat them."""
+    points = tuple(found[size] for size in sizes if size in found)
+    return Curve(name, gpu, points, _dips(points, list(found.values())), *facts)
 
 
 def _with_larger(sizes: Sequence[int], dtype: str) -> list[int]:

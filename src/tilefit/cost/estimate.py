@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MATH = "math"
@@ -52,6 +52,16 @@ class Estimate:
     provenance: str = DATASHEET
     reason: str = ""
 
+    def each(self, change: Callable[[float], float], **facts: Any) -> Estimate:
+        """With the time and both ends of its interval changed alike, and these fields."""
+        time_s, low_s, high_s = map(change, (self.time_s, self.low_s, self.high_s))
+        return replace(self, time_s=time_s, low_s=low_s, high_s=high_s, **facts)
+
+    def within(self, time_s: float, spread: float, floor: float = 0.0, **facts: Any) -> Estimate:
+        """With another time, an interval of this half-width, as a factor minus one, and these fields."""
+        ends = {"low_s": max(time_s / (1 + spread), floor), "high_s": time_s * (1 + spread)}
+        return replace(self, time_s=time_s, **ends, **facts)
+
 
 #: The host's launches are what a step waits for; a bound of a step, never of one operation.
 LAUNCH = "launch"
@@ -67,36 +77,6 @@ def bound(math_s: float, memory_s: float, time_s: float, busy_s: float | None = 
     if (max(math_s, memory_s) if busy_s is None else busy_s) < time_s / 2:
         return LATENCY
     return MATH if math_s >= memory_s else MEMORY
-
-
-def from_datasheet(
-    time_s: float,
-    floor_s: float,
-    spread: float,
-    *,
-    math_s: float,
-    memory_s: float,
-    busy_s: float | None = None,
-    **facts: Any,
-) -> Estimate:
-    """An estimate that rests on no measurement of the operation.
-
-    Args:
-        time_s: The prediction; at least ``floor_s``, what physics allows.
-        spread: The interval reaches from ``time_s / (1 + spread)`` to ``time_s * (1 + spread)``.
-        busy_s: The part of the time that is not a fixed cost; below half of it latency is the bound. By
-            default the larger of ``math_s`` and ``memory_s``.
-        facts: Further fields of the estimate.
-    """
-    return Estimate(
-        time_s=time_s,
-        low_s=max(time_s / (1.0 + spread), floor_s),
-        high_s=time_s * (1.0 + spread),
-        bound=bound(math_s, memory_s, time_s, busy_s),
-        math_s=math_s,
-        memory_s=memory_s,
-        **facts,
-    )
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from tilefit.cost import tiles
 from tilefit.cost.estimate import Estimate
-from tilefit.cost.gemm import schedule
+from tilefit.cost.gemm import Schedule, schedule
 from tilefit.cost.kernels import Kernel, select
 from tilefit.cost.memory import floor_s
 from tilefit.cost.model import estimate
@@ -14,7 +14,6 @@ from tilefit.cost.priced import PricedGpu, priced
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import elements_per_access
-from tilefit.ops.gemm import Operand
 
 #: Multiples worth moving to, in elements; the 16-byte multiple of the element type comes first.
 _MULTIPLES = (64, 128, 256)
@@ -46,15 +45,8 @@ class GemmExplanation:
     Attributes:
         gemm, gpu, estimate: What was asked, and the prediction.
         floor_s: The least time physics allows.
-        intensity: FLOP per compulsory byte.
-        ops_per_byte: The GPU's peak over its bandwidth: above it a product is math-limited.
         kernel: The kernels chosen by alignment, with the operand that decided.
-        operands: A, B and C as they lie in memory.
-        tile: The tile the model assumes; ``split`` blocks share each tile's contraction.
-        tiles: Thread blocks, splits included.
-        waves: ``tiles`` over the SMs.
-        last_wave_fill: Share of the last wave's SMs that have work.
-        tile_efficiency: Share of the computed C that is wanted.
+        plan: How the model cuts it up: the tile, and how many blocks share each tile's contraction.
         neighbours: Larger sizes of m, n and k that would pay per unit of wanted work, fastest first.
     """
 
@@ -62,17 +54,24 @@ class GemmExplanation:
     gpu: PricedGpu
     estimate: Estimate
     floor_s: float
-    intensity: float
-    ops_per_byte: float
     kernel: Kernel
-    operands: tuple[Operand, ...]
-    tile: tiles.Tile
-    split: int
-    tiles: int
-    waves: float
-    last_wave_fill: float
-    tile_efficiency: float
+    plan: Schedule
     neighbours: tuple[Neighbour, ...]
+
+    @property
+    def waves(self) -> float:
+        """Thread blocks, splits included, over the SMs."""
+        return tiles.waves(self.plan.blocks, self.gpu.sms)
+
+    @property
+    def last_wave_fill(self) -> float:
+        """Share of the last wave's SMs that have work."""
+        return tiles.last_wave_fill(self.plan.blocks, self.gpu.sms)
+
+    @property
+    def tile_efficiency(self) -> float:
+        """Share of the computed C that is wanted."""
+        return tiles.tile_efficiency(self.gemm.m, self.gemm.n, self.plan.tile)
 
     @property
     def flop_per_s(self) -> float:
@@ -95,23 +94,8 @@ def explain(gemm: Gemm, gpu: Gpu | str) -> GemmExplanation:
     kernel = select(gemm, device)
     plan = schedule(gemm, device, device.constants, kernel)
     predicted = estimate(gemm, device)
-    return GemmExplanation(
-        gemm=gemm,
-        gpu=device,
-        estimate=predicted,
-        floor_s=floor_s(gemm, device),
-        intensity=gemm.intensity,
-        ops_per_byte=device.ops_per_byte(gemm.dtype),
-        kernel=kernel,
-        operands=gemm.operands,
-        tile=plan.tile,
-        split=plan.split,
-        tiles=plan.blocks,
-        waves=tiles.waves(plan.blocks, device.sms),
-        last_wave_fill=tiles.last_wave_fill(plan.blocks, device.sms),
-        tile_efficiency=tiles.tile_efficiency(gemm.m, gemm.n, plan.tile),
-        neighbours=_neighbours(gemm, device, predicted),
-    )
+    floor, neighbours = floor_s(gemm, device), _neighbours(gemm, device, predicted)
+    return GemmExplanation(gemm, device, predicted, floor, kernel, plan, neighbours)
 
 
 def larger_sizes(size: int, dtype: str) -> list[int]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tilefit.cost.analytic import estimates
+from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import Constants
 from tilefit.cost.constants import constants as constants_of
-from tilefit.cost.estimate import Estimate, from_datasheet
+from tilefit.cost.estimate import Estimate
 from tilefit.cost.features import ALIGNMENTS, FIXED_S, MEMORY_SHARE, Row, describes, one_hot, tiling
 from tilefit.cost.kernels import SIMT, Kernel, select
 from tilefit.cost.launch import counts
-from tilefit.cost.memory import floor_s, rate_bytes_per_s
+from tilefit.cost.memory import rate_bytes_per_s
 from tilefit.cost.tiles import STAGE_BYTES, Tile, ceil_div, contraction, count
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Op, StepOp
@@ -57,6 +57,11 @@ class Schedule(NamedTuple):
     tile: Tile
     split: int
     blocks: int
+
+    def facts(self, kernel: Kernel, gpu: Gpu) -> dict[str, Any]:
+        """What an estimate says of a kernel that runs so."""
+        facts = {"kernel_family": kernel.family, "reason": kernel.reason, "tile": tuple(self.tile)}
+        return {**facts, "waves": self.blocks / gpu.sms, "math_s": self.math_s, "memory_s": self.memory_s}
 
 
 def schedule(
@@ -138,22 +143,17 @@ def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a product."""
     kernel = select(gemm, gpu)
     plan = schedule(gemm, gpu, constants, kernel)
-    floor = floor_s(gemm, gpu)
-    least_s = 0.0
+    time_s = plan.time_s
     if gemm.batch > 1:  # tiles that batches alone have make none of them faster than one product
         one = replace(gemm, batch=1, same_b=False)
-        least_s = schedule(one, gpu, constants, select(one, gpu)).time_s
+        time_s = max(time_s, schedule(one, gpu, constants, select(one, gpu)).time_s)
     return from_datasheet(
-        max(max(plan.time_s, least_s) + constants.kernel_s(gpu), floor),
-        floor,
+        gemm,
+        gpu,
+        time_s + constants.kernel_s(gpu),
         _spread(gemm, kernel, constants),
-        math_s=plan.math_s,
-        memory_s=plan.memory_s,
-        kernel_family=kernel.family,
-        tile=(plan.tile.rows, plan.tile.columns),
-        waves=plan.blocks / gpu.sms,
         provenance=constants.provenance,
-        reason=kernel.reason,
+        **plan.facts(kernel, gpu),
     )
 
 
@@ -187,10 +187,9 @@ def _is_in_steps(op: Gemm) -> bool:
 
 
 @counts(Gemm)
-def count_gemm(entry: StepOp, gpu: Gpu) -> int:
+def count_gemm(op: Gemm, entry: StepOp, gpu: Gpu) -> int:
     """Those of a product."""
-    assert isinstance(entry.op, Gemm)
-    return kernels(entry.op, gpu)
+    return kernels(op, gpu)
 
 
 @describes(Gemm(96, 264, 520, "fp16", "NN"))

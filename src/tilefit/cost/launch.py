@@ -96,8 +96,8 @@ IDLE_S = 1.3e-6
 launches = ByKind(lambda op, *_: (op.kernels, None))
 
 
-#: ``(entry, gpu) -> kernels`` of kinds where that is more than what the price of a launch was fitted with.
-counts = ByKind(lambda entry, gpu: entry.op.kernels)
+#: ``(op, entry, gpu) -> kernels`` of kinds with more than what the price of a launch was fitted with.
+counts = ByKind(lambda op, *_: op.kernels)
 
 
 def launched(entry: StepOp, gpu: Gpu) -> int:
@@ -106,7 +106,7 @@ def launched(entry: StepOp, gpu: Gpu) -> int:
     The price of a launch was fitted with ``Op.kernels``, of which the small ones within some functions are
     left out.
     """
-    kernels: int = counts[type(entry.op)](entry, gpu)
+    kernels: int = counts[type(entry.op)](entry.op, entry, gpu)
     return kernels
 
 

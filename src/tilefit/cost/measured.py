@@ -63,12 +63,7 @@ class MeasuredRun:
                 predicted, time_s=time.time_s, low_s=time.low_s, high_s=time.high_s, provenance=MEASURED
             )
         factor = next((self._factors[key] for key in _keys(entry) if key in self._factors), 1.0)
-        return replace(
-            predicted,
-            time_s=factor * predicted.time_s,
-            low_s=factor * predicted.low_s,
-            high_s=factor * predicted.high_s,
-        )
+        return predicted.each(lambda time_s: factor * time_s)
 
 
 def _keys(entry: StepOp) -> tuple[tuple[str, ...], ...]:

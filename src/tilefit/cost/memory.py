@@ -38,6 +38,16 @@ def rate_bytes_per_s(
     return 1.0 / ((1.0 - hit) / dram + hit / cache)
 
 
+def moved_s(moved_bytes: float, gpu: Gpu, constants: Constants) -> float:
+    """Time that an operation which touches so many bytes once keeps the memory busy, at least."""
+    return moved_bytes / rate_bytes_per_s(moved_bytes, gpu, constants)
+
+
+def clocks_s(clocks: float, gpu: Gpu) -> float:
+    """Time of so many clocks of a multiprocessor, shared by all of them."""
+    return clocks / (gpu.sms * gpu.boost_clock_hz)
+
+
 def floor_s(op: Op, gpu: Gpu) -> float:
     """The least time physics allows: the peak at the highest clock, and the bytes.
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 from functools import lru_cache
 from math import exp, log
 
-from tilefit.cost.analytic import estimates
+from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import Constants
 from tilefit.cost.cudnn import PERSIST_STATIC, PERSIST_STATIC_SMALL_H, STANDARD, cudnn_algorithm
-from tilefit.cost.estimate import Estimate, from_datasheet
+from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.launch import counts, launches
-from tilefit.cost.memory import floor_s
 from tilefit.cost.persistent import persistent_steps
 from tilefit.cost.recurrent_kernels import kernels
 from tilefit.cost.recurrent_times import table
@@ -53,10 +52,9 @@ def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) ->
 
 
 @counts(Recurrent)
-def count_recurrent(entry: StepOp, gpu: Gpu) -> int:
+def count_recurrent(op: Recurrent, entry: StepOp, gpu: Gpu) -> int:
     """Those that are launched, whatever the host's time."""
-    assert isinstance(entry.op, Recurrent)
-    return launch_recurrent(entry.op, entry.phase, gpu, Settings())[0]
+    return launch_recurrent(op, entry.phase, gpu, Settings())[0]
 
 
 @estimates(Recurrent)
@@ -81,13 +79,12 @@ def estimate_recurrent(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimat
     # Measured with as many input features as hidden units.
     square = replace(op, input_size=op.hidden_size)
     time_s += _products_s(op, gpu, constants) - _products_s(square, gpu, constants)
-    floor = floor_s(op, gpu)
-    time_s = max(time_s, floor)
     math_s = sum(estimate_gemm(gemm, gpu, constants).math_s * count for gemm, count in op.gemms())
     row = steps.row
     return from_datasheet(
+        op,
+        gpu,
         time_s,
-        floor,
         _PERSISTENT_SPREAD,
         math_s=math_s,
         memory_s=0.0,
@@ -171,10 +168,10 @@ def _by_cudnn(op: Recurrent, gpu: Gpu, constants: Constants, factor: float) -> E
     """Predicted GPU time of a pass by cuDNN: what is computed, times what sizes measured ask for."""
     algorithm, failed = cudnn_algorithm(op, gpu)
     time_s, math_s, memory_s = _computed_s(op, gpu, constants)
-    floor = floor_s(op, gpu)
     return from_datasheet(
-        max(time_s * factor, floor),
-        floor,
+        op,
+        gpu,
+        time_s * factor,
         _SPREAD if factor == 1.0 else _SPREAD_MEASURED[algorithm],
         math_s=math_s,
         memory_s=memory_s,

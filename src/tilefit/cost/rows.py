@@ -11,13 +11,12 @@ they grow with the rows. Of the same sizes on an H100, of which nothing is fitte
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import exp, sqrt
+from typing import NamedTuple
 
 from tilefit.cost.estimate import LATENCY, MEMORY, Estimate
-from tilefit.cost.memory import floor_s, rate_bytes_per_s
+from tilefit.cost.memory import clocks_s, floor_s, moved_s
 from tilefit.cost.priced import PricedGpu
-from tilefit.gpus import Gpu
 from tilefit.ops import Op, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
 
@@ -54,99 +53,95 @@ _KERNEL_S = 2e-6
 _SPREAD = 0.4
 
 
+class _Limits(NamedTuple):
+    """What the kernels of a function take, one after another: all of it adds but the last two, which overlap.
+
+    Attributes:
+        fixed_s: In any case, and for what is sorted.
+        moved_bytes: Cleared, copied or read before.
+        clocks: Of a multiprocessor, shared by all of them.
+        waits_s: What waits for what is before it in the same row, or for the memory.
+    """
+
+    fixed_s: float = 0.0
+    moved_bytes: float = 0.0
+    clocks: float = 0.0
+    waits_s: float = 0.0
+
+
 def with_rows(op: Op, estimate: Estimate, gpu: PricedGpu) -> Estimate:
     """The estimate of an operation, or what its kernels take for rows of a table."""
-    if not isinstance(op, Streaming) or not op.picked:
+    if not isinstance(op, Streaming) or not op.picked or op.function not in _LIMITS:
         return estimate
-    seconds = _SECONDS.get(op.function)
-    if seconds is None:
-        return estimate
-    found = seconds(op, gpu)
-    if op.function in _LOOKUPS and found <= estimate.time_s:
+    limits = _LIMITS[op.function](op, gpu)
+    time_s = limits.fixed_s + max(clocks_s(limits.clocks, gpu), limits.waits_s)
+    time_s += moved_s(limits.moved_bytes, gpu, gpu.constants)
+    if op.function in _LOOKUPS and time_s <= estimate.time_s:
         return estimate
     floor = floor_s(op, gpu)
-    time_s = max(found, floor)
-    return replace(
-        estimate,
-        time_s=time_s,
-        low_s=max(time_s / (1 + _SPREAD), floor),
-        high_s=time_s * (1 + _SPREAD),
-        bound=MEMORY if estimate.memory_s > time_s / 2 else LATENCY,
-        kernel_family="rows",
-        reason=f"{op.picked} rows of a table of {op.table}",
-    )
+    time_s = max(time_s, floor)
+    limit = MEMORY if estimate.memory_s > time_s / 2 else LATENCY
+    reason = f"{op.picked} rows of a table of {op.table}"
+    return estimate.within(time_s, _SPREAD, floor, bound=limit, kernel_family="rows", reason=reason)
 
 
-def _clocks_s(clocks: float, gpu: Gpu) -> float:
-    return clocks / (gpu.sms * gpu.boost_clock_hz)
-
-
-def _looked_up(op: Streaming, gpu: PricedGpu) -> float:
+def _looked_up(op: Streaming, gpu: PricedGpu) -> _Limits:
     row_bytes = op.inner * size_bytes(op.dtype)
-    if row_bytes % 16:
-        return 0.0  # by element
-    return _clocks_s(op.picked * -(-row_bytes // _BLOCK_BYTES) * _LOOKED_UP_CLOCKS, gpu)
+    blocks = op.picked * -(-row_bytes // _BLOCK_BYTES)
+    return _Limits() if row_bytes % 16 else _Limits(clocks=blocks * _LOOKED_UP_CLOCKS)  # those by element
 
 
-def _added(op: Streaming, gpu: PricedGpu) -> float:
+def _added(op: Streaming, gpu: PricedGpu) -> _Limits:
     size = size_bytes(op.dtype)
-    each = _ADDED_CLOCKS[4 if size >= 4 else 2]
+    each = op.inner * _ADDED_CLOCKS[4 if size >= 4 else 2] + _ADDED_ROW_CLOCKS
     copied = 2 * op.table * op.inner * size if op.kernels > 1 else 0  # not in place
-    copied_s = copied / rate_bytes_per_s(copied, gpu, gpu.constants)
-    return _ADDED_S + copied_s + _clocks_s(op.picked * (op.inner * each + _ADDED_ROW_CLOCKS), gpu)
+    return _Limits(_ADDED_S, copied, op.picked * each)
 
 
-def _scattered(op: Streaming, gpu: PricedGpu) -> float:
+def _scattered(op: Streaming, gpu: PricedGpu) -> _Limits:
     each = _SCATTERED_CLOCKS if op.inner > 1 else _SCATTERED_EACH_CLOCKS
     again = _SCATTERED_AGAIN_CLOCKS
     if op.dtype in HALVES:
         again = _SCATTERED_AGAIN_HALF_CLOCKS + op.inner * _SCATTERED_AGAIN_ELEMENT_CLOCKS
     waits_s = op.picked / op.table * again / gpu.boost_clock_hz
-    return _SCATTERED_S + max(_clocks_s(op.picked * op.inner * each, gpu), waits_s)
+    return _Limits(_SCATTERED_S, 0.0, op.picked * op.inner * each, waits_s)
 
 
-def _bags(op: Streaming, gpu: PricedGpu) -> float:
+def _bags(op: Streaming, gpu: PricedGpu) -> _Limits:
     bags = max(1.0, (op.write_bytes - 8 * op.picked) / (op.inner * size_bytes(op.dtype) + 16))
     clocks = bags * (_BAG_CLOCKS + op.inner * _BAG_ELEMENT_CLOCKS)
     clocks += op.picked * (_BAG_ROW_CLOCKS + op.inner * _BAG_ROW_ELEMENT_CLOCKS)
-    waits_s = op.picked / bags * _BAG_WAIT_CLOCKS / gpu.boost_clock_hz
-    return _KERNEL_S + max(waits_s, _clocks_s(clocks, gpu))
+    return _Limits(_KERNEL_S, 0.0, clocks, op.picked / bags * _BAG_WAIT_CLOCKS / gpu.boost_clock_hz)
 
 
-def _put(op: Streaming, gpu: PricedGpu) -> float:
+def _put(op: Streaming, gpu: PricedGpu) -> _Limits:
     if op.kernels == 1:
-        return _WRITTEN_S + _clocks_s(op.picked * (op.inner * _WRITTEN_CLOCKS + _WRITTEN_ROW_CLOCKS), gpu)
-    begun_s = _FEW_S if op.picked <= _TILE_SORTED else _MANY_S
-    sorted_s = _clocks_s(_SORTED_ROWS * _SORTED_CLOCKS * (op.picked / _SORTED_ROWS) ** _SORTED_POWER, gpu)
+        return _Limits(_WRITTEN_S, 0.0, op.picked * (op.inner * _WRITTEN_CLOCKS + _WRITTEN_ROW_CLOCKS))
+    sorts = _SORTED_ROWS * _SORTED_CLOCKS * (op.picked / _SORTED_ROWS) ** _SORTED_POWER
+    fixed_s = (_FEW_S if op.picked <= _TILE_SORTED else _MANY_S) + clocks_s(sorts, gpu)
     # Rows that are the same are added one after another, in one warp.
     again = op.picked / op.table * min(1.0, sqrt(op.inner / _WARP_ELEMENTS)) * _PUT_AGAIN_CLOCKS
-    return (
-        begun_s
-        + sorted_s
-        + max(_clocks_s(op.picked * op.inner * _PUT_CLOCKS, gpu), again / gpu.boost_clock_hz)
-    )
+    return _Limits(fixed_s, 0.0, op.picked * op.inner * _PUT_CLOCKS, again / gpu.boost_clock_hz)
 
 
-def _embedding_gradient(op: Streaming, gpu: PricedGpu) -> float:
-    size = size_bytes(op.dtype)
-    row_bytes, table_bytes = op.inner * size, op.table * op.inner * size
-    zeroed_s = table_bytes / rate_bytes_per_s(table_bytes, gpu, gpu.constants)
+def _embedding_gradient(op: Streaming, gpu: PricedGpu) -> _Limits:
+    row_bytes = op.inner * size_bytes(op.dtype)
+    zeroed = op.table * row_bytes
     if op.picked <= _TILE_SORTED:
-        return zeroed_s + _FEW_ROWS_S + op.picked * _FEW_ROW_CLOCKS / gpu.boost_clock_hz
+        return _Limits(_FEW_ROWS_S, zeroed, 0.0, op.picked * _FEW_ROW_CLOCKS / gpu.boost_clock_hz)
     met = op.table * (1 - exp(-op.picked / op.table))
-    segments_s = _clocks_s(met * max(_SEGMENT_CLOCKS, op.inner * _SEGMENT_ELEMENT_CLOCKS), gpu)
-    read_bytes = op.picked * row_bytes
-    read_s = read_bytes / rate_bytes_per_s(read_bytes, gpu, gpu.constants)
-    return zeroed_s + _SEGMENTS_S + _clocks_s(op.picked * _SEGMENT_SORT_CLOCKS, gpu) + max(segments_s, read_s)
+    segments = met * max(_SEGMENT_CLOCKS, op.inner * _SEGMENT_ELEMENT_CLOCKS)
+    fixed_s = _SEGMENTS_S + clocks_s(op.picked * _SEGMENT_SORT_CLOCKS, gpu)
+    return _Limits(fixed_s, zeroed, segments, moved_s(op.picked * row_bytes, gpu, gpu.constants))
 
 
-def _in_kernels(op: Streaming, gpu: PricedGpu) -> float:
+def _in_kernels(op: Streaming, gpu: PricedGpu) -> _Limits:
     """So many small kernels, and the bytes."""
-    return op.kernels * _KERNEL_S + op.moved_bytes / rate_bytes_per_s(op.moved_bytes, gpu, gpu.constants)
+    return _Limits(op.kernels * _KERNEL_S, op.moved_bytes)
 
 
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
-_SECONDS: dict[str, Callable[[Streaming, PricedGpu], float]] = {
+_LIMITS: dict[str, Callable[[Streaming, PricedGpu], _Limits]] = {
     **dict.fromkeys(_LOOKUPS, _looked_up),
     "index_add": _added,
     "scatter_add": _scattered,

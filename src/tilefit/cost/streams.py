@@ -14,9 +14,11 @@ between two of them begins when both have asked for it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from tilefit.cost.estimate import Span, Streams
@@ -75,12 +77,11 @@ def run(timed: Timed, gpu: Gpu, scale: float, others: Sequence[Timed] = ()) -> S
     clocks = _gone_through(ranks, gpu, scale)
     beside_s = [each.beside_s() for each in clocks]
     if any(map(any, beside_s)):
-        slower = [
-            each._replace(
-                times_s=[own + TAKEN * more for own, more in zip(each.times_s, beside, strict=True)]
-            )
-            for each, beside in zip(ranks, beside_s, strict=True)
-        ]
+        longer = (
+            [own + TAKEN * more for own, more in zip(*pair, strict=True)]
+            for pair in zip((each.times_s for each in ranks), beside_s, strict=True)
+        )
+        slower = [each._replace(times_s=times_s) for each, times_s in zip(ranks, longer, strict=True)]
         clocks = _gone_through(slower, gpu, scale)
     made = clocks[0].made
     made.unmet = clocks[0].board.unmet
@@ -275,27 +276,19 @@ class _Clocks:
     def beside_s(self) -> list[float]:
         """How long each operation of the last step ran beside collectives, also beside those that wait."""
         made = [0.0] * len(self.times_s)
-        links: list[list[float]] = []
-        for meeting, stream, since in self.exchanged.values():
-            if stream:
-                links.append([(since.known_s() or 0.0) - self.begin_s, (meeting.end_s or 0.0) - self.begin_s])
-        links.sort()
-        union: list[list[float]] = []
+        links = sorted(
+            ((since.known_s() or 0.0) - self.begin_s, (meeting.end_s or 0.0) - self.begin_s)
+            for meeting, stream, since in self.exchanged.values()
+            if stream
+        )
+        own = [span for span in self.made.spans if not (span.exchange or span.stream)]  # by their beginnings
+        first, told_s = 0, -inf
         for begin_s, end_s in links:
-            if union and begin_s <= union[-1][1]:
-                union[-1][1] = max(union[-1][1], end_s)
-            else:
-                union.append([begin_s, end_s])
-        first = 0
-        for span in self.made.spans:  # by their beginnings
-            if span.exchange or span.stream:
-                continue
-            while first < len(union) and union[first][1] <= span.start_s:
+            begin_s, told_s = max(begin_s, told_s), max(end_s, told_s)  # what overlaps counts once
+            while first < len(own) and own[first].end_s <= begin_s:
                 first += 1
-            for begin_s, end_s in union[first:]:
-                if begin_s >= span.end_s:
-                    break
-                made[span.index] += min(end_s, span.end_s) - max(begin_s, span.start_s)
+            for span in own[first : bisect_left(own, end_s, key=lambda span: span.start_s)]:
+                made[span.index] += max(0.0, min(end_s, span.end_s) - max(begin_s, span.start_s))
         return made
 
     def _take(self, action: range | Ordered | HostEvent) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tilefit.cost.constants import clock_share, constants
 from tilefit.cost.estimate import TRANSFERRED, Estimate, bound
-from tilefit.cost.memory import floor_s, rate_bytes_per_s
+from tilefit.cost.memory import floor_s, moved_s
 from tilefit.gpus import Gpu
 from tilefit.ops import Op, Streaming
 
@@ -52,4 +52,4 @@ def transferred(op: Op, theirs: Estimate, donor: Gpu, gpu: Gpu) -> Estimate:
 def _memory_s(op: Op, gpu: Gpu) -> float:
     # A sort reads and writes its keys several times over.
     passes = _SORT_PASSES if isinstance(op, Streaming) and op.role == "sort" else 1
-    return passes * op.moved_bytes / rate_bytes_per_s(op.moved_bytes, gpu, constants(gpu))
+    return passes * moved_s(op.moved_bytes, gpu, constants(gpu))
