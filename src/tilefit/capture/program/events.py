@@ -109,8 +109,8 @@ class Meetings:
     def _met(self, kind: str, name: str, **fields: Any) -> None:
         if not self.recorder.muted:
             site = self.recorder.sites.forward_site()
-            after = len(self.order)
-            self.events.append(HostEvent(len(self.recorder.ops), kind, name, site, after=after, **fields))
+            fields |= {"after": len(self.order), "within": self.recorder.sites.within}
+            self.events.append(HostEvent(len(self.recorder.ops), kind, name, site, **fields))
 
     def assumed(self, name: str, tensor: torch.Tensor, value: str) -> None:
         """A value was made up."""
