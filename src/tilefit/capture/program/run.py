@@ -107,7 +107,7 @@ def on_emulated_gpu(
 def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
     """Run the program as Python does; returns what went wrong in it."""
     script = Path(options.program)
-    sys.argv = [options.program, *options.arguments]
+    sys.argv = [options.program, *options.command]
     sys.path.insert(0, os.getcwd() if options.is_module else str(script.resolve().parent))
     try:
         if options.is_module:
@@ -283,7 +283,7 @@ class _Capture:
 
     def _step(self) -> Step:
         name = self.options.program
-        command = " ".join([name, *self.options.arguments])
+        command = " ".join([name, *self.options.command])
         step = self.window.step(name, command, self.finder.stepped, self.finder.taken)
         assert step.program is not None
         with _disable_current_modes():
