@@ -8,7 +8,7 @@ the Python functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any, Literal, TypedDict, get_args
 
@@ -188,6 +188,24 @@ class TargetOptions(StepOptions):
         given: object = self.input
         object.__setattr__(self, "input", (given,) if isinstance(given, str) else tuple(self.input))
 
+    @property
+    def own_sizes(self) -> Mapping[str, int | None]:
+        """The sizes of inputs that are given."""
+        return {name: getattr(self, name) for name in INPUT_SIZES}
+
+    def takes(self, name: str) -> bool:
+        """Whether a size may have an effect; the capture tells."""
+        return True
+
+    def require_places(self, names: Iterable[str]) -> None:
+        """Nothing is refused before the capture."""
+
+    def at_size(self, name: str, size: int, *, varies: bool = True) -> TargetOptions:
+        """With one size: of the inputs, or of the model; ``varies``: as of :attr:`varied`."""
+        own: dict[str, Any] = {name: size}
+        changed = own if name in INPUT_SIZES else {"arguments": {**self.arguments, **own}}
+        return replace(self, **changed, varied=name if varies else self.varied)
+
     def refuse_sizes(self, why: str, names: Iterable[str] = INPUT_SIZES) -> None:
         """Refuse sizes that would have no effect.
 
@@ -203,7 +221,7 @@ class ProgramOptions:
 
     Attributes:
         program: Path of the script, or name of the module.
-        arguments: The program's own.
+        arguments: The program's own; ``{batch}`` in them stands for the size of that name.
         is_module: It is started as ``python -m`` starts it.
         steps: Steps of its optimizer, or calls of its model, that the captured step is made of.
         skip: Steps before them.
@@ -213,6 +231,7 @@ class ProgramOptions:
         nodes: Machines that share them; 0 for as few as there can be.
         network: What joins machines.
         sources: Texts of files, by real path, to be read instead of what the files say.
+        sizes: What stands for ``{name}`` in the arguments.
     """
 
     program: str = ""
@@ -234,6 +253,7 @@ class ProgramOptions:
     )
     network: str = option("efa", "What joins machines, as of tilefit plan.")
     sources: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.nodes and (not self.ranks or self.ranks % self.nodes):
@@ -248,6 +268,45 @@ class ProgramOptions:
             )
 
     @property
+    def command(self) -> tuple[str, ...]:
+        """Its arguments, with the sizes in them."""
+        filled = list(self.arguments)
+        for name, size in self.sizes.items():
+            filled = [argument.replace(f"{{{name}}}", str(size)) for argument in filled]
+        return tuple(filled)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """For headings: what it is started with."""
+        return (" ".join(self.arguments),) if self.arguments else ()
+
+    @property
+    def own_sizes(self) -> Mapping[str, int | None]:
+        """The sizes that its arguments are given."""
+        return self.sizes
+
+    def takes(self, name: str) -> bool:
+        """Whether its arguments say where a size goes."""
+        return any(f"{{{name}}}" in argument for argument in self.arguments)
+
+    def require_places(self, names: Iterable[str]) -> None:
+        """Refuse sizes that its arguments have no place for.
+
+        Raises:
+            UsageError: one of ``names`` is such.
+        """
+        for name in names:
+            if not self.takes(name):
+                raise UsageError(
+                    f"the arguments of {self.program} do not say where {name} goes",
+                    hint=f"Write it behind --, as {{{name}}}: {self.program} -- {spelled(name)} {{{name}}}.",
+                )
+
+    def at_size(self, name: str, size: int, *, varies: bool = True) -> ProgramOptions:
+        """With one size in its arguments."""
+        return replace(self, sizes={**self.sizes, name: size})
+
+    @property
     def environment(self) -> dict[str, str]:
         """What torchrun tells the process; nothing where nobody said how many there are."""
         if not self.ranks:
@@ -257,6 +316,10 @@ class ProgramOptions:
         first = {name: str(number) for name, number in place.items()}
         sizes = {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(local)}
         return {**first, **sizes, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+#: How the step of a target is made: of a model, or of a program.
+AnyOptions = TargetOptions | ProgramOptions
 
 
 @dataclass(frozen=True, slots=True)

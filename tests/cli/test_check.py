@@ -73,7 +73,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, TargetOptions, 
     """Capture is replaced by a step with an odd number of features; what it was asked for is kept."""
     calls: list[tuple[str, TargetOptions, float]] = []
 
-    def capture(target: str, options: TargetOptions, timeout_s: float, *, fresh: bool) -> Step:
+    def capture(target: str, options: TargetOptions, timeout_s: float, *, fresh: bool, **_: object) -> Step:
         calls.append((target, options, timeout_s))
         return _step(4096 if target == "healthy.net:build" else 4095)
 

@@ -27,7 +27,7 @@ from tilefit.capture.results import read, written
 from tilefit.capture.worker import Worker, begin, kept, leave, say, working, write
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
-from tilefit.options import ProgramOptions, TargetOptions
+from tilefit.options import AnyOptions, ProgramOptions, TargetOptions
 
 
 def capture_target(target: str, options: TargetOptions) -> Step:
@@ -84,28 +84,43 @@ def _uncollected() -> Iterator[None]:
 
 
 def capture_in_child(
-    target: str, options: TargetOptions, timeout_s: float = 600.0, *, fresh: bool = False
+    target: str,
+    options: AnyOptions,
+    timeout_s: float = 600.0,
+    *,
+    fresh: bool = False,
+    gpu: str = "",
+    told: Callable[[str], None] = lambda text: None,
 ) -> Step:
-    """Load and capture a target in a child process; ``fresh``: although it is known.
+    """Capture a target in a child process: arguments as of :func:`captures_in_child`.
 
     Raises:
         CaptureError: the child ran out of time or died.
         TilefitError: whatever the capture raised.
     """
-    (captured,) = captures_in_child(target, [options], timeout_s, fresh=fresh)
+    (captured,) = captures_in_child(target, [options], timeout_s, fresh=fresh, gpu=gpu, told=told)
     return _step(captured)
 
 
 def captures_in_child(
-    target: str, options: Sequence[TargetOptions], timeout_s: float = 600.0, *, fresh: bool = False
+    target: str,
+    options: Sequence[AnyOptions],
+    timeout_s: float = 600.0,
+    *,
+    fresh: bool = False,
+    gpu: str = "",
+    told: Callable[[str], None] = lambda text: None,
 ) -> Generator[Step | TilefitError]:
-    """Load and capture a target several times, one after the other, in one child process.
+    """Capture a target several times, one after the other: a model in one child process, a program in one
+    each time.
 
     Args:
         target: What to capture.
-        options: How, each time.
+        options: How, each time; of a program which, and with which arguments.
         timeout_s: How long one capture may take, the first with the start of the child.
-        fresh: Capture those again that were captured before and are unchanged.
+        fresh: Capture those again that were captured before and are unchanged; programs always are.
+        gpu: Name of the GPU that a program is told that it runs on.
+        told: Gets what a program is at.
 
     Returns:
         For each of the options, in order and as soon as it is there, the step or what the capture raised.
@@ -114,11 +129,20 @@ def captures_in_child(
         CaptureError: the child ran out of time or died.
         TilefitError: the target is none.
     """
+    if any(isinstance(each, ProgramOptions) for each in options):
+        for each in options:
+            assert isinstance(each, ProgramOptions)
+            try:
+                yield capture_program_in_child(each, gpu, timeout_s, told)
+            except TilefitError as error:
+                yield error
+        return
+    models = [each for each in options if isinstance(each, TargetOptions)]
     require_readable(target)
-    known = {} if fresh else {each: step for each, o in enumerate(options) if (step := recall(target, o))}
-    missing = [each for index, each in enumerate(options) if index not in known]
+    known = {} if fresh else {each: step for each, o in enumerate(models) if (step := recall(target, o))}
+    missing = [each for index, each in enumerate(models) if index not in known]
     with closing(_captures(target, missing, timeout_s)) as captured:
-        for index in range(len(options)):
+        for index in range(len(models)):
             yield known.get(index) or next(captured)
 
 

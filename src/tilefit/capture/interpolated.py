@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilefit.capture.child import captures_in_child
@@ -13,7 +13,7 @@ from tilefit.errors import TargetError, TilefitError
 from tilefit.ops import Step
 from tilefit.ops.interpolation import CAPTURES, StepAt, interpolate
 from tilefit.ops.scaling import scale_batch
-from tilefit.options import TargetOptions
+from tilefit.options import AnyOptions, ProgramOptions
 
 #: Sizes of the inputs and of the embedding: any value is as good as another, so that captures can be
 #: interpolated. Other sizes are captured one by one: a model may refuse some of them.
@@ -26,7 +26,7 @@ _TOLERANCE = 0.005
 _MEMORY_TOLERANCE = 0.05
 
 #: Runs captures; :func:`~tilefit.capture.child.captures_in_child`, or something quicker in tests.
-Capture = Callable[[str, Sequence[TargetOptions], float], Generator[Step | TilefitError]]
+Capture = Callable[[str, Sequence[AnyOptions], float], Generator[Step | TilefitError]]
 #: Shows progress: an iterable and its length in, the same items out.
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
@@ -54,7 +54,7 @@ class StepsBySize:
 
 def capture_sizes(
     target: str,
-    options: TargetOptions,
+    options: AnyOptions,
     over: str,
     sizes: Sequence[int],
     timeout_s: float,
@@ -70,7 +70,7 @@ def capture_sizes(
 
     Args:
         target: As of ``tilefit check``.
-        options: How to capture it.
+        options: How to capture it. A program whose arguments do not say where the size goes runs once.
         over: ``batch``, ``seq``, ``image_size``, or a size of the constructor.
         sizes: Values of that size, increasing.
         timeout_s: How long one capture may take.
@@ -89,7 +89,7 @@ def capture_sizes(
         if not missing:
             return
         with closing(
-            capture(target, [at_size(options, over, size) for size in missing], timeout_s)
+            capture(target, [options.at_size(over, size) for size in missing], timeout_s)
         ) as captures:
             for size, captured in zip(missing, watch(captures, len(missing)), strict=True):
                 if isinstance(captured, TilefitError):
@@ -97,6 +97,9 @@ def capture_sizes(
                 else:
                     found[size] = captured
 
+    if not options.takes(over):
+        with closing(capture(target, [options], timeout_s)) as captures:
+            return _unmoved(target, options, over, sizes, *watch(captures, 1))
     wanted, chosen = sizes[:: -(-len(sizes) // MOST_CAPTURES)], _chosen(over, sizes)
     if chosen:
         run(chosen)
@@ -106,21 +109,25 @@ def capture_sizes(
             run([size for size in sizes if size == 1])
             known = tuple(size for size in sizes if size not in failed)
             return StepsBySize(_compiled(lambda size: found.get(size) or between(size)), known, True, failed)
-    interrupted = False
-    if not _is_constant(found):
-        try:
-            run(wanted)
-        except KeyboardInterrupt:
-            if not found:
-                raise
-            interrupted = True
+    interrupted = not _is_constant(found) and _is_interrupted(lambda: run(wanted), found)
     if not found:
         raise next(iter(failed.values()))
     if _is_constant(found):
-        return _unmoved(target, over, sizes, next(iter(found.values())))
+        return _unmoved(target, options, over, sizes, next(iter(found.values())))
     notes = [f"{len(wanted)} of {len(sizes)} sizes were captured."] if len(wanted) < len(sizes) else []
     at = _compiled(found.__getitem__)
     return StepsBySize(at, tuple(sorted(found)), False, failed, interrupted, tuple(notes))
+
+
+def _is_interrupted(run: Callable[[], None], found: dict[int, Step]) -> bool:
+    """Whether Ctrl-C came while it ran, and there is something to show."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        return True
+    return False
 
 
 def _compiled(at: StepAt) -> StepAt:
@@ -138,19 +145,14 @@ def _is_constant(found: dict[int, Step]) -> bool:
     return len(found) > 1 and len({(step.inputs, step.ops) for step in found.values()}) == 1
 
 
-def first_captures(options: TargetOptions, over: str, sizes: Sequence[int]) -> list[TargetOptions]:
+def first_captures(options: AnyOptions, over: str, sizes: Sequence[int]) -> list[AnyOptions]:
     """The captures that :func:`capture_sizes` begins with, in its order; mostly they are all it needs."""
+    if not options.takes(over):
+        return [options]
     chosen = _chosen(over, sizes)
     ones = [size for size in sizes if size == 1]
     wanted = [*chosen, *ones] if chosen else sizes[:: -(-len(sizes) // MOST_CAPTURES)]
-    return [at_size(options, over, size) for size in wanted]
-
-
-def at_size(options: TargetOptions, over: str, size: int) -> TargetOptions:
-    """The options with one size: of the inputs, or of the model."""
-    own = over in ("batch", "seq", "image_size")
-    changed: dict[str, Any] = {over: size} if own else {"arguments": {**options.arguments, over: size}}
-    return replace(options, **changed, varied=over)
+    return [options.at_size(over, size) for size in wanted]
 
 
 def _chosen(over: str, sizes: Sequence[int]) -> list[int]:
@@ -183,12 +185,25 @@ def _moved_bytes(step: Step) -> int:
     return sum(entry.op.moved_bytes for entry in step.ops)
 
 
-def _unmoved(target: str, over: str, sizes: Sequence[int], step: Step) -> StepsBySize:
+def _unmoved(
+    target: str, options: AnyOptions, over: str, sizes: Sequence[int], step: Step | TilefitError
+) -> StepsBySize:
     """The target makes its own inputs. Only their batch can be varied from outside."""
-    if over == "batch" and step.batch:
+    if isinstance(step, TilefitError):
+        raise step
+    note = f"The inputs of {target} are given: the step was captured with {step.batch} samples and scaled."
+    if isinstance(options, ProgramOptions):
+        options.require_places({over} - {"batch"})
+        if options.takes(over):
+            raise TargetError(
+                f"the step of {target} is the same whatever {{{over}}} in its arguments is",
+                hint="Name the argument that changes it.",
+            )
         note = (
-            f"The inputs of {target} are given: the step was captured with {step.batch} samples and scaled."
+            f"{target} ran once, and its step of {step.batch} samples was scaled; what else changes "
+            "with them was not seen. With {batch} where its arguments say how many, it runs with others."
         )
+    if over == "batch" and step.batch and not step.ranks:
         at = _compiled(lambda size: scale_batch(step, size / step.batch))
         return StepsBySize(at, tuple(sizes), everywhere=True, notes=(note,))
     raise TargetError(

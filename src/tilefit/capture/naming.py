@@ -11,6 +11,11 @@ from tilefit.errors import TargetError, UsageError, near
 LIBRARIES = {"hf": "<type or config.json>", "torchvision": "<name>", "timm": "<name>"}
 
 
+def is_script(target: str) -> bool:
+    """Whether a target is a program, by its file."""
+    return target.endswith(".py")
+
+
 def has_source(target: str) -> bool:
     """Whether a target names code of the user's, not a library's model."""
     return target.partition(":")[0] not in LIBRARIES
@@ -32,13 +37,11 @@ def require_readable(target: str) -> None:
                 hint="Check what it has made in the notebook itself, by %load_ext tilefit and %tilefit model "
                 "inputs; or make a program of it: jupyter nbconvert --to script.",
             )
-        if target.endswith(".py"):
+        if is_script(target):
             _require_file(Path(target))
             raise UsageError(
-                f"{target} is a program, and this command takes a model",
-                hint=f"Name the function in it that makes the model: {target}:build_model. Programs are for "
-                "check, fix, profile and precision, and explain takes a report of one: tilefit check "
-                f"{target} --output-file run.json.",
+                f"{target} is a program, and this takes a model",
+                hint=f"Name the function in it that makes the model: {target}:build_model.",
             )
         raise UsageError(
             f"cannot read the target {target!r}",

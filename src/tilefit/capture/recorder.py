@@ -336,6 +336,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def met(self, kind: str, name: str, **fields: Any) -> None:
         """Host and GPU meet here: the host waits, or copies; ``fields`` of the event say what else of it."""
         if not self.muted:
+            fields["within"] = self.sites.within
             self.meetings.append(HostEvent(len(self.ops), kind, name, self.sites.forward_site(), **fields))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -128,6 +128,11 @@ class SiteTracker:
         """Whether the innermost module that runs is of a class."""
         return bool(self._stack) and issubclass(self._types.get(self._stack[-1], object), kind)
 
+    @property
+    def within(self) -> bool:
+        """Whether a module runs."""
+        return bool(self._stack)
+
     def is_outermost(self, module: nn.Module) -> bool:
         """Whether a module is a model, about to run within none."""
         return not self._stack and (any(module is root for _, root in self.roots) or self._is_new(module))
@@ -223,6 +228,17 @@ class SiteTracker:
         """``file:line`` of the innermost frame that is neither PyTorch's nor ours; empty if there is none."""
         path, frame = self._users(sys._getframe(1))
         return f"{path}:{frame.f_lineno}" if frame else ""
+
+    def source_stack(self) -> tuple[str, ...]:
+        """The lines of the user's that run, the innermost first; one that is run by itself is there once."""
+        lines: dict[str, None] = {}
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            path, frame = self._users(frame)
+            if frame is not None:
+                lines[f"{path}:{frame.f_lineno}"] = None
+                frame = frame.f_back
+        return tuple(lines)
 
     def source_call(self) -> str:
         """``file:line:column`` of where the call that goes on in that frame ends (:func:`call_end`); without

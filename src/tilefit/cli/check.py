@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -20,6 +19,7 @@ from tilefit.cli.calibration_option import CalibrationFile, Libraries
 from tilefit.cli.completion import gpu_option
 from tilefit.cli.option_groups import grouped
 from tilefit.errors import TilefitError, UsageError
+from tilefit.options import ProgramOptions
 
 if TYPE_CHECKING:
     from tilefit.session import Session
@@ -33,7 +33,7 @@ _MANY_OPS = 100_000
 @grouped
 def check(
     context: typer.Context,
-    target: step_options.TargetOrProgram,
+    target: step_options.Target,
     arguments: step_options.Arguments = None,
     *,
     gpu: Annotated[
@@ -62,7 +62,8 @@ def check(
     Behind a model stand more models, behind a program and -- its own arguments. Nothing is downloaded and no
     GPU is needed. Exit code: 0 nothing found, 1 findings, 2 could not run.
     """
-    is_program = step_options.refuse_of_others(context, target, program, several=True)
+    how = step_options.asked(context, target, options, program, arguments, several=True)
+    is_program = isinstance(how, ProgramOptions)
     targets = (target,) if is_program else (target, *(arguments or ()))
     for each in targets[1:]:
         require_readable(each)
@@ -80,17 +81,13 @@ def check(
     found = resolve(gpu or settled.gpu or None, calibration)
     gpus = tuple(with_libraries(device, libraries) for device in found)
 
-    from tilefit.capture.child import capture_in_child, capture_program_in_child
+    from tilefit.capture.child import capture_in_child
     from tilefit.session import Session
 
-    program = replace(program, program=target, arguments=tuple(arguments or ()))
-
     def checked(target: str) -> int:
-        captured = partial(capture_in_child, target, options, capture.timeout, fresh=capture.fresh)
+        captured = partial(capture_in_child, target, how, capture.timeout, fresh=capture.fresh)
         with output.progress(f"{'Running' if is_program else 'Capturing'} {target}") as tell:
-            if is_program:
-                run = partial(capture_program_in_child, program, gpus[0].name)
-                captured = partial(run, capture.timeout, tell)
+            captured = partial(captured, gpu=gpus[0].name, told=tell)
             session = Session(captured, gpus, selection, split)
             session.step  # noqa: B018 - captured now
         return _shown(session, shown)

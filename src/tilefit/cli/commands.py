@@ -35,6 +35,10 @@ class Command(TyperCommand):
 class TargetGroup(TyperGroup):
     """What is no verb is a target: ``tilefit bench hf:gpt2``. The group has a verb ``target``."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """``-m package.train`` is a target."""
+        return super().parse_args(ctx, ["target", *args] if args[:1] == ["-m"] else args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """A target is checked without the name of a command before it."""
         if args and args[0] not in self.commands and not args[0].startswith("-"):

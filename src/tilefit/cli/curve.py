@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tilefit.capture.naming import require_readable
 from tilefit.cli import output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.commands import TargetGroup, Verbs
@@ -21,7 +20,7 @@ from tilefit.cli.destination import Destination, Where
 from tilefit.cli.local_gpu import LocalGpu, devices
 from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
-from tilefit.options import INPUT_SIZES, TargetOptions, option, spelled
+from tilefit.options import AnyOptions, ProgramOptions, TargetOptions, option, spelled
 
 if TYPE_CHECKING:
     from tilefit.measure.curve import Measured
@@ -161,37 +160,43 @@ class Ranges:
 def target(
     context: typer.Context,
     target: step_options.Target,
+    arguments: step_options.Arguments = None,
     *,
     ranges: Annotated[Ranges, Group("Options")],
     gpu: GpuName = None,
     input: step_options.Input = None,
     how: step_options.OfStep,
     capture: step_options.Capture,
+    program: step_options.OfProgram,
     measure: Measure = False,
     store: StoreFile = None,
     calibration: CalibrationFile = None,
     where: Where,
 ) -> None:
-    """A model's whole step: tilefit curve hf:gpt2 --batch 1:128 --amp bf16 --gpu h200.
+    """The whole step of a model or program: tilefit curve hf:gpt2 --batch 1:128 --amp bf16 --gpu h200.
 
     Step time, throughput and TFLOP/s. Batch, sequence and vocabulary are captured at four sizes and
-    interpolated where the step allows it; the other sizes are captured one by one.
+    interpolated where the step allows it; the other sizes are captured one by one. A program is run with the
+    sizes that its arguments leave open: tilefit curve train.py --batch 8:256 -- --batch-size {batch}.
     """
-    require_readable(target)
+    asked = step_options.asked(
+        context, target, how, program, arguments, own=[each.name for each in fields(Ranges)]
+    )
     over = ranges.over.replace("-", "_") if ranges.over else None
     sizes = read_sizes(_given(ranges, over), over, of_step=True)
+
+    options: AnyOptions = (
+        asked
+        if isinstance(asked, ProgramOptions)
+        else TargetOptions(**asdict(asked), input=tuple(input or ()))
+    )
+    for name, size in sizes.fixed.items():
+        options = options.at_size(name, size, varies=False)
+    options.require_places([*sizes.fixed, *({sizes.over} - {"batch"})])
 
     from tilefit.session.curves import StepCurve
 
     device, local = devices(gpu, measure, calibration)
-    options = TargetOptions(
-        **asdict(how),
-        input=tuple(input or ()),
-        batch=sizes.fixed.get("batch"),
-        seq=sizes.fixed.get("seq"),
-        image_size=sizes.fixed.get("image_size"),
-        arguments={name: size for name, size in sizes.fixed.items() if name not in INPUT_SIZES},
-    )
     curve = StepCurve(
         target=target,
         options=options,

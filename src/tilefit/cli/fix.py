@@ -18,7 +18,7 @@ from tilefit.cli.completion import gpu_option
 from tilefit.cli.local_gpu import local_gpu, predicted_gpu
 from tilefit.cli.option_groups import Group, given, grouped
 from tilefit.errors import UsageError
-from tilefit.options import Selection, option
+from tilefit.options import ProgramOptions, Selection, option
 
 if TYPE_CHECKING:
     from tilefit.cost.priced import PricedGpu
@@ -91,7 +91,7 @@ class FileOptions:
 @grouped
 def fix(
     context: typer.Context,
-    target: step_options.TargetOrProgram,
+    target: step_options.Target,
     arguments: step_options.Arguments = None,
     *,
     gpu: Annotated[str | None, gpu_option("GPU to plan for. Default: the one in this machine.")] = None,
@@ -108,7 +108,8 @@ def fix(
 
     Without --write nothing is changed. Exit code: 0 nothing to do, 1 fixes found, 2 could not run.
     """
-    is_program = step_options.refuse_of_others(context, target, program, _OF_RUN_TIME)
+    how = step_options.asked(context, target, options, program, arguments, of_models=_OF_RUN_TIME)
+    is_program = isinstance(how, ProgramOptions)
     settled = config.load(Path.cwd())
     if files.diff and (files.write or shown.output_format not in (None, "text") or shown.output_file):
         raise UsageError("--diff prints a patch and nothing else", hint="Leave out the other option.")
@@ -134,7 +135,7 @@ def fix(
         and not any(given(context, name) for name in ("optimizer", "fused_optimizer")),
         timeout_s=capture.timeout,
         fresh=capture.fresh,
-        program=replace(program, program=target, arguments=tuple(arguments or ())) if is_program else None,
+        program=how if isinstance(how, ProgramOptions) else None,
     )
     session = (ProgramFixSession if is_program else FixSession)(request, _stage)
     outcome = session.outcome(source_wanted=files.diff or files.write)

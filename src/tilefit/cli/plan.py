@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from tilefit.capture.naming import require_readable
 from tilefit.cli import output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.completion import gpu_option
@@ -17,7 +16,7 @@ from tilefit.cli.destination import Destination
 from tilefit.cli.fleet import RAY, fleet_at
 from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
-from tilefit.options import TargetOptions, option
+from tilefit.options import ProgramOptions, TargetOptions, option
 from tilefit.units import counted
 
 _CLUSTER = "The GPUs"
@@ -42,6 +41,19 @@ class Rented:
     epoch: int = option(0, "Samples of an epoch, for its cost.", min=0, metavar="N", show_default=False)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What is trained."""
+
+    global_batch: int | None = option(
+        None, "Samples of a step, over all GPUs; default: 1024, of a program what it has.", metavar="N"
+    )
+    settings: tuple[str, ...] = option(
+        (), "A size of the model, such as num_hidden_layers=32; repeat.", "--set", metavar="NAME=N"
+    )
+    layers: int = option(0, "Layers, where the target is built with fewer alike.", min=0, metavar="N")
+
+
 #: What can be told how to run a split; by the beginning of its name.
 Framework = Literal["torchrun", "torchtitan", "accelerate", "deepspeed", "megatron", "all"]
 
@@ -59,22 +71,19 @@ class Shown:
 def plan(
     context: typer.Context,
     target: step_options.Target,
+    arguments: step_options.Arguments = None,
     *,
     gpu: Annotated[list[str] | None, gpu_option("GPU; repeat to compare. Default: h100-sxm.")] = None,
     rented: Annotated[Rented, Group(_CLUSTER)],
-    global_batch: Annotated[int, typer.Option(metavar="N", help="Samples of a step, over all GPUs.")] = 1024,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=N", help="A size of the model, such as num_hidden_layers=32."),
-    ] = None,
-    layers: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Layers, where the target is built with fewer alike.")
-    ] = 0,
+    training: Annotated[Trained, Group("Options")],
     options: Annotated[
         TargetOptions,
         Group("The step", without=("batch", "train", "on_cpu", "channels_last", "compile", "input")),
     ],
     capture: step_options.Capture,
+    program: Annotated[
+        ProgramOptions, Group("A program", without=("steps", "ranks", "rank", "nodes", "network"))
+    ],
     calibration: CalibrationFile = None,
     view: Annotated[Shown, Group(report_output.PANEL)],
     where: Annotated[Destination, Group(report_output.PANEL, without=("plot",))],
@@ -83,14 +92,19 @@ def plan(
 
     Searches data, FSDP/ZeRO, tensor, pipeline and context parallelism, micro-batches and checkpointing at a
     fixed global batch within the memory; interrupted, the same command goes on where it stopped. Without
-    --amp it is trained in bf16, with fp32 copies of weights.
+    --amp it is trained in bf16, with fp32 copies of weights. A program trains as it does on one GPU: in its
+    precision, with its optimizer.
     """
     from tilefit.cost.links import network
 
-    require_readable(target)
+    own = [each.name for each in fields(Rented)]
+    how = step_options.asked(context, target, options, program, arguments, own=own)
     net = network(rented.network)
     prices = report_output.prices(rented.price)
-    options = replace(options, arguments=_sizes(set_ or ()))
+    sizes = _sizes(training.settings)
+    how.require_places(sizes)
+    for name, size in sizes.items():
+        how = how.at_size(name, size, varies=False)
 
     from tilefit.cli.bench import open_store
     from tilefit.cost.priced import resolve
@@ -104,11 +118,11 @@ def plan(
     with open_store(rented.store) as store, progress as tell, fleet_at(rented.ray) as fleet:
         session = PlanSession(
             target,
-            options,
+            how,
             devices,
             cluster,
-            global_batch,
-            layers,
+            training.global_batch,
+            training.layers,
             rented.epoch,
             capture.timeout,
             capture.fresh,

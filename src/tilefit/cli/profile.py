@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefit import gpus
-from tilefit.capture.naming import require_readable
+from tilefit.capture.naming import is_script, require_readable
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.completion import gpu_option
@@ -98,7 +98,7 @@ def profile(
     select(selection.select, selection.ignore)
     if gpu is not None:
         gpus.get(gpu)
-    if arguments and not step_options.is_script(target):
+    if arguments and not is_script(target):
         raise UsageError(
             f"unexpected argument {arguments[0]!r}", hint="Only a script (train.py) has arguments of its own."
         )
@@ -129,7 +129,7 @@ def _run(
 
         with output.progress(f"Reading {target}"):
             return Imported(Path(target), **{name: how[name] for name in how.keys() - {*steps}}), None
-    if step_options.is_script(target):
+    if is_script(target):
         refuse_given(context, _OF_MODELS, "a script makes its own steps")
         step_options.note_misplaced(context, target, arguments)
         run, error = _script(Path(target), arguments, **how)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from tilefit.capture.naming import require_program, require_readable
+from tilefit.capture.naming import is_script, require_program, require_readable
 from tilefit.cli.commands import Command
 from tilefit.cli.option_groups import Group, refuse_given
-from tilefit.options import ProgramOptions, Selection, Split, StepOptions, TargetOptions, option
+from tilefit.errors import UsageError
+from tilefit.options import (
+    INPUT_SIZES,
+    ProgramOptions,
+    Selection,
+    Split,
+    StepOptions,
+    TargetOptions,
+    option,
+)
 
 _STEP = "The step"
 _RULES = "Rules"
@@ -27,14 +36,6 @@ TARGETS = (
     "timm:vit_base_patch16_224"
 )
 Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        help=f"{TARGETS}.",
-        show_default=False,
-    ),
-]
-TargetOrProgram = Annotated[
     str,
     typer.Argument(metavar="TARGET|PROGRAM", help=f"{TARGETS}; or a program, train.py.", show_default=False),
 ]
@@ -88,43 +89,58 @@ class ScriptCommand(Command):
         return super().parse_args(ctx, args)
 
 
-def is_script(text: str) -> bool:
-    """Whether a target is a script."""
-    return text.endswith(".py")
+_OfModel = TypeVar("_OfModel", bound=StepOptions)
 
 
-def refuse_of_others(
+def asked(
     context: typer.Context,
     target: str,
+    options: _OfModel,
     program: ProgramOptions,
-    of_models: Sequence[str] = (),
+    arguments: Sequence[str] | None,
     *,
+    of_models: Collection[str] = (),
+    own: Collection[str] = (),
     several: bool = False,
-) -> bool:
-    """Whether a target is a program; options of the other kind of target are refused.
+) -> _OfModel | ProgramOptions:
+    """How the step of a target is made, be it a model or a program: those of the other kind are refused.
 
     Args:
         context: The command's.
         target: As it was typed.
-        program: Options of programs.
+        options: Those of models.
+        program: Those of programs.
+        arguments: What stands behind the target.
         of_models: Options of models alone, beside those of their step.
+        own: Options of the command's own, by names that options of a kind have as well.
         several: What stands behind a model are more of them.
+
+    Returns:
+        ``options``; or ``program`` with its name, its arguments, and the sizes that they leave open.
 
     Raises:
         UsageError: an option has no effect, or the target is not understood.
         TargetError: the file is not there.
     """
-    is_program = program.is_module or is_script(target)
-    if is_program:
-        names = [each.name for each in fields(TargetOptions) if "help" in each.metadata]
-        why = "a program makes its own steps; its own arguments stand after --"
-        refuse_given(context, [*names, *of_models], why)
-        require_program(target, program.is_module)
-    else:
-        names = [each.name for each in fields(ProgramOptions) if not (several and each.name == "arguments")]
+    if not (program.is_module or is_script(target)):
+        names = [each.name for each in fields(ProgramOptions) if each.name not in ("arguments", *own)]
         refuse_given(context, names, "the target is no program")
+        if arguments and not several:
+            raise UsageError(
+                f"unexpected argument {arguments[0]!r}",
+                hint="Only a program (train.py) has arguments of its own.",
+            )
         require_readable(target)
-    return is_program
+        return options
+    require_program(target, program.is_module)
+    found = replace(program, program=target, arguments=tuple(arguments or ()))
+    for name in INPUT_SIZES:
+        size = getattr(options, name, None)
+        found = found.at_size(name, size) if size is not None and found.takes(name) else found
+    names = [each.name for each in fields(TargetOptions) if "help" in each.metadata]
+    idle = [name for name in (*names, *of_models) if name not in (*found.sizes, *own)]
+    refuse_given(context, idle, "a program makes its own steps; its own arguments stand after --")
+    return found
 
 
 def note_misplaced(context: typer.Context, script: str, arguments: Sequence[str]) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
-from tilefit.capture.naming import require_readable
 from tilefit.cli import output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.completion import gpu_option
@@ -20,11 +19,12 @@ from tilefit.cli.fleet import RAY, fleet_at
 from tilefit.cli.local_gpu import LocalGpu, local_gpu, predicted_gpu
 from tilefit.cli.option_groups import Group, given, grouped
 from tilefit.errors import UsageError
-from tilefit.options import INPUT_SIZES, TargetOptions, option, spelled
+from tilefit.options import INPUT_SIZES, AnyOptions, ProgramOptions, TargetOptions, option, spelled
 
 if TYPE_CHECKING:
     from tilefit.cost.priced import PricedGpu
     from tilefit.sweep.axes import Axis
+    from tilefit.sweep.session import SweepSession
 
 Format = Literal["text", "json", "csv"]
 Against = Literal["size", "latency", "memory"]
@@ -85,12 +85,14 @@ class View:
 def sweep(
     context: typer.Context,
     target: step_options.Target,
+    arguments: step_options.Arguments = None,
     *,
     varied: Annotated[Varied, Group(_OPTIONS)],
     gpu: Annotated[list[str] | None, gpu_option("GPU; repeat. Default: the one in this machine.")] = None,
     splits: Annotated[Splits, Group(step_options.SPLIT)],
     options: step_options.Options,
     capture: step_options.Timeout,
+    program: step_options.OfProgram,
     calibration: CalibrationFile = None,
     results: Annotated[Results, Group(_OPTIONS)],
     view: Annotated[View, Group(report_output.PANEL)],
@@ -99,11 +101,12 @@ def sweep(
     """What if: tilefit sweep hf:gpt2 --over batch=1..128 --over gpu=h200,l40s --amp bf16.
 
     Step time, throughput, TFLOP/s and memory of every point, the efficient frontier, and the best. Points are
-    kept in the store: interrupted, the same command goes on where it stopped.
+    kept in the store: interrupted, the same command goes on where it stopped. A program is run with the sizes
+    that its arguments leave open, and not kept: tilefit sweep train.py --over batch=8..64 -- --bs {batch}.
     """
-    require_readable(target)
+    how = step_options.asked(context, target, options, program, arguments, of_models=("measure",))
     axes = _axes(context, varied.over, asdict(splits), options)
-    _check_axes(axes, varied)
+    _check_axes(axes, varied, how)
     if varied.best_batch:
         axes = _batches(axes)
 
@@ -120,7 +123,7 @@ def sweep(
     points(axes)
     with open_store(results.store) as opened, fleet_at(results.ray) as fleet:
         session = SweepSession(
-            Grid(target, options, tuple(axes), devices),
+            Grid(target, how, tuple(axes), devices),
             opened,
             timeout_s=capture.timeout,
             fresh=results.fresh,
@@ -141,12 +144,15 @@ def sweep(
     if swept.points:
         where.write(swept, show_all=view.show_all)
     if session.interrupted:
-        print(
-            f"Stopped early: {len(session.points)} of {swept.grid.size} points. "
-            "The same command goes on from there.",
-            file=sys.stderr,
-        )
-        raise KeyboardInterrupt
+        _stopped(len(session.points), session)
+
+
+def _stopped(points: int, session: SweepSession) -> NoReturn:
+    """What was made before Ctrl-C is kept, but of programs."""
+    kept = not isinstance(session.grid.options, ProgramOptions)
+    on = " The same command goes on from there." if kept else ""
+    print(f"Stopped early: {points} of {session.grid.size} points.{on}", file=sys.stderr)
+    raise KeyboardInterrupt
 
 
 def _axes(
@@ -169,16 +175,32 @@ def _axes(
     return axes
 
 
-def _check_axes(axes: Sequence[Axis], varied: Varied) -> None:
+def _check_axes(axes: Sequence[Axis], varied: Varied, how: AnyOptions) -> None:
     """Refuse nothing that varies, and what is predicted alone where points are to be measured."""
     from tilefit.sweep.axes import SPLITS
 
+    if isinstance(how, ProgramOptions):
+        _check_program(how, axes)
     if not axes and not varied.best_batch:
         raise UsageError("nothing varies", hint="Write --over batch=1..512, or --best-batch.")
     if varied.measure and any(axis.name in SPLITS for axis in axes):
         raise UsageError("a split over GPUs is predicted, not measured", hint="Leave out --measure.")
     if varied.measure and any(axis.name == "gpu" for axis in axes):
         raise UsageError("--measure measures this machine's GPU", hint="Leave out --over gpu=….")
+
+
+def _check_program(program: ProgramOptions, axes: Iterable[Axis]) -> None:
+    """Refuse what a program decides itself, and sizes that its arguments have no place for."""
+    from tilefit.sweep.axes import SETTINGS, SPLITS
+
+    for axis in axes:
+        if axis.name in SETTINGS:
+            raise UsageError(
+                f"--over {axis.name.replace('_', '-')} has no effect: a program makes its own steps",
+                hint="Where an argument of its own sets it, sweep once with each of its values.",
+            )
+        if axis.name not in ("gpu", "batch", *SPLITS):
+            program.require_places([axis.name])
 
 
 def _check_settings(context: typer.Context, axes: Iterable[Axis], train: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from tilefit.ops.base import Op
 from tilefit.ops.entries import StepOp, TensorRef
 from tilefit.ops.memory import Memory
+from tilefit.ops.program import Program
 from tilefit.ops.step import Step
 
 #: Captures that a curve needs: the sizes of an operation, its bytes and the memory are polynomials of degree
@@ -52,6 +53,9 @@ def interpolate(steps: Mapping[int, Step]) -> StepAt | None:
             for same in zip(*refs, strict=True)
         ]
         rows.append((ops.setdefault(tuple(entry.op for entry in row), len(ops)), of_refs))
+    programs = [steps[size].program for size in sizes]
+    if len({*map(_events, programs)}) > 1 or any(steps[size].ranks for size in sizes):
+        return None
     if not all(map(_alike, ops)) or any(len({*map(len, same)}) > 1 for same in shapes):
         return None
 
@@ -79,9 +83,39 @@ def interpolate(steps: Mapping[int, Step]) -> StepAt | None:
             ),
             batch=_value([steps[other].batch for other in sizes], weights),
             memory=Memory(**memory),
+            program=_between_programs(programs, weights, near),
         )
 
     return at
+
+
+def _events(program: Program | None) -> Any:
+    """What has to be alike in programs, so that only its bytes differ."""
+    if program is None:
+        return None
+    met = tuple((each.index, each.kind, each.blocks) for each in program.events)
+    asked = tuple((each.index, each.function, each.ranks) for each in program.exchanges)
+    return met, asked, program.order, tuple(name for name, _ in program.host_work)
+
+
+def _between_programs(
+    programs: Sequence[Program | None], weights: Sequence[Fraction], near: int
+) -> Program | None:
+    """The nearest program, with the bytes of its copies and exchanges and the host's work between theirs."""
+    every = [each for each in programs if each is not None]
+    if not every:
+        return None
+
+    def between(name: str) -> tuple[Any, ...]:
+        rows = zip(*(getattr(each, name) for each in every), strict=True)
+        return tuple(replace(row[near], bytes=_value([each.bytes for each in row], weights)) for row in rows)
+
+    work = tuple(
+        (row[near][0], _value([elements for _, elements in row], weights))
+        for row in zip(*(each.host_work for each in every), strict=True)
+    )
+    events, exchanges = between("events"), between("exchanges")
+    return replace(every[near], events=events, exchanges=exchanges, host_work=work)
 
 
 def _entry(entry: StepOp, op: Op, shapes: Sequence[_Shape]) -> StepOp:

@@ -28,6 +28,7 @@ class HostEvent:
         pinned: The host's memory is page-locked.
         non_blocking: The copy was asked for as such; it does not block only from pinned memory.
         event: Of a stream's, its number, where the host waits for what was before it; 0: for all.
+        within: A module runs: its own code meets the host.
         after: How much the streams were asked for before it, of :attr:`Program.order`; -1: all at its index.
     """
 
@@ -40,6 +41,7 @@ class HostEvent:
     non_blocking: bool = False
     event: int = 0
     after: int = -1
+    within: bool = False
 
     @property
     def blocks(self) -> bool:
@@ -176,6 +178,9 @@ class Program:
         command: As it was started, such as ``train.py --batch-size 64``; empty where none was run.
         step: What the step is, such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``.
         steps: Steps that were run, the captured one included.
+        updates: Whether it changes parameters, by an optimizer or by hand.
+        micro_batches: Forward passes over samples of their own that a step sums the gradients of.
+        beams: Inputs of a call that are tried for one sample, of which one is kept: beam search's.
         events: Where host and GPU meet within the step, in order.
         assumptions: What was answered without being known, in the order of first use.
         loaders: The data loaders that fed the step.
@@ -197,6 +202,9 @@ class Program:
     command: str
     step: str
     steps: int = 1
+    updates: bool = True
+    micro_batches: int = 1
+    beams: int = 1
     events: tuple[HostEvent, ...] = ()
     assumptions: tuple[Assumption, ...] = ()
     loaders: tuple[Loader, ...] = ()

@@ -9,7 +9,7 @@ from math import prod
 
 from tilefit.cost.links import Fabric
 from tilefit.errors import UsageError
-from tilefit.ops import Step
+from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Step
 from tilefit.parallel.blocks import Blocks, Framework, Model
 from tilefit.parallel.choices import CHECKPOINTS, Precision, TrainingSplit
 from tilefit.parallel.training import RankMemory, StepTime, Training
@@ -192,11 +192,29 @@ class Planner:
 
 
 def tokens_of(step: Step) -> int:
-    """Tokens of a sample of a captured step; 0 where its inputs are none."""
+    """Tokens of a sample of a captured step; 0 where its inputs are none.
+
+    Several integers of a sample are tokens where the step computes on each of them: the columns of a table,
+    whose embeddings lie side by side, are not.
+    """
+    samples = step.batch
+    if step.program is not None:
+        samples = samples * step.program.beams // step.program.micro_batches
     for text in step.inputs:
-        if (match := _TOKENS.search(text)) and int(match[1]) == step.batch:
-            return int(match[2])
+        if (match := _TOKENS.search(text)) and int(match[1]) == samples:
+            tokens = int(match[2])
+            each = (_computes_each(entry.op, samples, tokens) for entry in step.ops)
+            return tokens if tokens == 1 or any(each) else 0
     return 0
+
+
+def _computes_each(op: Op, samples: int, tokens: int) -> bool:
+    """Whether an operation has a row, a time step or a place for each token."""
+    if isinstance(op, Gemm):
+        return samples * tokens in (op.m, op.n, op.k) or (op.batch == samples and tokens in (op.m, op.n))
+    if isinstance(op, Conv):
+        return op.input_size == (tokens,)
+    return isinstance(op, Attention | Recurrent) and op.seq_len == tokens
 
 
 def precision_of(step: Step) -> Precision:

@@ -83,10 +83,17 @@ def build(
         batch_curve=tuple(batch_curve),
         environment=dict(environment or {}),
         safe_gain_s=safe_gain_s,
-        tokens=tokens_of(step),
+        tokens=_tokens(step),
         rules=pages((finding.code for finding in findings), all_rules()),
         program=_around(step, gpu, estimate) if step.program else None,
     )
+
+
+def _tokens(step: Step) -> int:
+    """Tokens of a sample. An integer of each may as well be a user, but where a prompt was read before."""
+    tokens = tokens_of(step)
+    was_run = step.program is not None and step.program.was_run
+    return 0 if tokens == 1 and was_run and step.prompt is None else tokens
 
 
 def _around(step: Step, gpu: Gpu, estimate: StepEstimate) -> Around:

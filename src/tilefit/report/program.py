@@ -70,6 +70,7 @@ class Around:
         ranks: What several processes exchange; None of one.
         serving: What a step that trains nothing gets done; None of one that does.
         own_s: Of the host's time, seconds of work on tensors of the CPU's, beside loaders.
+        updates: Whether it changes parameters.
     """
 
     command: str
@@ -82,6 +83,7 @@ class Around:
     ranks: Ranks | None = None
     serving: Serving | None = None
     own_s: float = 0.0
+    updates: bool = True
 
     @classmethod
     def of(cls, program: Program, streams: Streams | None = None, run: Sequence[Step] = ()) -> Around:
@@ -95,6 +97,7 @@ class Around:
             program.loaders,
             program.fake,
             Ranks.of(program, streams, run),
+            updates=program.updates,
         )
 
     @property

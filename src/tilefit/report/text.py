@@ -49,6 +49,8 @@ def plain(text: str) -> str:
 def heading(report: Report) -> str:
     """``gpt2 · training step``."""
     kind = "training step" if report.settings.training else "inference"
+    if report.settings.training and report.program is not None and not report.program.updates:
+        kind = "forward and backward pass"
     return f"{plain(report.model) or 'model'} · {kind}"
 
 

@@ -11,7 +11,7 @@ from tilefit.capture.child import captures_in_child
 from tilefit.capture.interpolated import capture_sizes
 from tilefit.cost.curve import Curve, Prices, Sizes, curve, step_curve
 from tilefit.cost.priced import PricedGpu
-from tilefit.options import TargetOptions
+from tilefit.options import AnyOptions
 from tilefit.report.curves import Curves, Family, roundest
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class StepCurve:
     """
 
     target: str
-    options: TargetOptions
+    options: AnyOptions
     sizes: Sizes
     gpu: PricedGpu
     timeout_s: float
@@ -96,7 +96,7 @@ class StepCurve:
             every,
             self.timeout_s,
             watch=partial(watch, "Capturing"),
-            capture=partial(captures_in_child, fresh=self.fresh),
+            capture=partial(captures_in_child, fresh=self.fresh, gpu=self.gpu.name),
         )
         notes = [*steps.notes]
         if steps.failed:
@@ -124,8 +124,7 @@ class StepCurve:
                 "Measured: each operation alone, cold in L2; launches and their overlap are predicted."
             )
             notes += _failed("operations", measured)
-        words = ", ".join(self.options.words)
-        title = f"{self.target}, {words}, {self.sizes.text([over, *self.sizes.fixed])}"
+        title = ", ".join([self.target, *self.options.words, self.sizes.text([over, *self.sizes.fixed])])
         curves = Curves(title, over, self.sizes.fixed, [family], tuple(notes))
         return Drawn(curves, len(steps.sizes), interrupted)
 

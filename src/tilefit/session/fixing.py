@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from tilefit import rules
 from tilefit.assessment import Assessment
-from tilefit.capture.child import capture_in_child, capture_program_in_child
+from tilefit.capture.child import capture_in_child, captures_in_child
 from tilefit.capture.naming import has_source, program_file, require_readable
 from tilefit.cost import fuse
 from tilefit.cost.priced import PricedGpu
-from tilefit.errors import TilefitError, UsageError
+from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import ProgramOptions, Selection, StepOptions, TargetOptions
 
@@ -300,7 +300,8 @@ class ProgramFixSession(FixSession):
     def _first(self) -> Step:
         request = self.request
         with self._stage(f"Running {request.target}") as say:
-            return self._run(self._program, say)
+            gpu = request.gpu.name
+            return capture_in_child(request.target, self._program, request.timeout_s, gpu=gpu, told=say)
 
     @property
     def _program(self) -> ProgramOptions:
@@ -312,9 +313,6 @@ class ProgramFixSession(FixSession):
         """None: the program makes its own step."""
         return self.request.options
 
-    def _run(self, program: ProgramOptions, say: Callable[[str], None] = lambda text: None) -> Step:
-        return capture_program_in_child(program, self.request.gpu.name, self.request.timeout_s, say)
-
     @cached_property
     def patches(self) -> Patches:
         """What can be written into the program's files."""
@@ -324,21 +322,17 @@ class ProgramFixSession(FixSession):
         program, before = self._program, self.assessment
         files = files_of(before.step, program_file(program.program, program.is_module))
 
-        def captured(requests: Sequence[ProgramOptions]) -> Generator[Step | TilefitError]:
-            for each in requests:
-                try:
-                    yield self._run(each)
-                except TilefitError as error:
-                    yield error
-
+        request = self.request
         trial = Trial(
             WRITERS,
             files,
             lambda changes: replace(program, sources=sources_of(changes)),
-            captured,
+            lambda programs: captures_in_child(
+                request.target, programs, request.timeout_s, gpu=request.gpu.name
+            ),
         )
         with self._stage("Trying changes of your files"):
-            return propose_for(before.context, partial(_findings, self._worth_it), trial, self.request.levels)
+            return propose_for(before.context, partial(_findings, self._worth_it), trial, request.levels)
 
 
 def _findings(selection: Selection, context: Context) -> list[Finding]:

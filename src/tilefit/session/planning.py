@@ -14,7 +14,8 @@ from tilefit.cost.links import Fabric, Network
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
 from tilefit.measure.store import Store
-from tilefit.options import MOST_LINKED, TargetOptions
+from tilefit.ops import Step
+from tilefit.options import MOST_LINKED, AnyOptions, ProgramOptions
 from tilefit.parallel.blocks import Model
 from tilefit.parallel.choices import TrainingSplit
 from tilefit.parallel.planning import KEPT, Job, Planner, Priced, precision_of, tokens_of
@@ -29,6 +30,8 @@ _SAMPLES = 2
 _ROOMS = ("capture", "cost", "gpus", "ops", "parallel")
 
 _PREDICTED = "Predicted, not measured; docs/plan.md tells how far off such predictions were."
+#: Samples of a step of models.
+_BATCH = 1024
 _WHOLE = "Every rank has all experts of its layers: plans do not share them (expert parallelism)."
 
 
@@ -97,7 +100,7 @@ class PlanSession:
         options: How its step is captured.
         gpus: Kinds of GPU to compare.
         cluster: How many, and what joins them.
-        batch: Samples of a step, over all GPUs.
+        batch: Samples of a step, over all GPUs; None for 1024, or for those of a program's step.
         layers: Of the model, where it is built with fewer; 0: as many as it is built with.
         epoch: Samples of an epoch; 0 where unknown.
         timeout_s: How long a capture may take.
@@ -110,10 +113,10 @@ class PlanSession:
     """
 
     target: str
-    options: TargetOptions
+    options: AnyOptions
     gpus: Sequence[PricedGpu]
     cluster: Cluster
-    batch: int
+    batch: int | None = None
     layers: int = 0
     epoch: int = 0
     timeout_s: float = 300.0
@@ -129,6 +132,10 @@ class PlanSession:
         Raises:
             TilefitError: it cannot be captured, or has no layers.
         """
+        if isinstance(self.options, ProgramOptions):
+            gpu = self.gpus[0].name
+            step = capture_in_child(self.target, self.options, self.timeout_s, gpu=gpu, told=self.tell)
+            return Model(_of_one_gpu(step), self.layers), (*step.notes, *_assumed(step))
         options = self.options
         if not options.autocast:
             options = replace(options, weights="bf16")
@@ -155,17 +162,18 @@ class PlanSession:
         Raises:
             TilefitError: the target cannot be captured, or no kind of GPU can share the batch.
         """
-        if self.batch < 1:
+        if self.batch is not None and self.batch < 1:
             raise UsageError(
                 f"a global batch of {self.batch}", where="--global-batch", hint="Take 1 or more."
             )
         self.cluster.check()
         model, notes = self.model()
-        made = self._choices(model)
+        batch = self.batch or (model.step.batch if model.step.program else _BATCH)
+        made = self._choices(model, batch)
         return SplitPlan(
             self.target,
             self.cluster.gpus,
-            self.batch,
+            batch,
             tokens_of(model.step),
             model.parameters,
             model.flop,
@@ -174,9 +182,9 @@ class PlanSession:
             (*notes, *([_WHOLE] if model.experts else []), _PREDICTED),
         )
 
-    def _choices(self, model: Model) -> tuple[Choice, ...]:
+    def _choices(self, model: Model, batch: int) -> tuple[Choice, ...]:
         precision, most = precision_of(model.step), self.cluster.gpus
-        planners = [Planner(model, self.cluster.fabric(gpu), Job(self.batch, precision)) for gpu in self.gpus]
+        planners = [Planner(model, self.cluster.fabric(gpu), Job(batch, precision)) for gpu in self.gpus]
         work = [
             (place, count)
             for place, planner in enumerate(planners)
@@ -217,6 +225,43 @@ class PlanSession:
         frontier = tuple((n, best[0]) for n, best in sorted(found.items()) if isinstance(best, list) and best)
         slow_s = planner.on_slow_host(ranked[0].split)
         return Choice(planner.fabric, tuple(ranked), frontier, price, peak, slow_host_s=slow_s)
+
+
+def _of_one_gpu(step: Step) -> Step:
+    """The step of a program, if it is what every rank of a plan would do on its own samples.
+
+    Raises:
+        UsageError: it is not.
+    """
+    program = step.program
+    assert program is not None
+    why, hint = "", ""
+    if not step.settings.training or not program.updates:
+        why, hint = "trains nothing", "A plan is made for what trains."
+    elif not program.optimizers:
+        why, hint = "changes its parameters without an optimizer", "A plan knows those of torch.optim."
+    elif program.ranks > 1 or program.exchanges:
+        why = f"is one of {program.ranks} ranks already"
+        hint = "Run it for one GPU: without WORLD_SIZE in the environment."
+    elif len(program.optimizers) > 1:
+        why = f"has several optimizers: {', '.join(program.optimizers)}"
+        hint = "A plan knows one model with one optimizer."
+    elif program.micro_batches > 1:
+        why = f"sums the gradients of {program.micro_batches} micro-batches"
+        hint = "A plan chooses those itself: let it take one, by its own arguments, and say --global-batch."
+    if why:
+        raise UsageError(f"the step {why}", where=program.command, hint=hint)
+    return step
+
+
+def _assumed(step: Step) -> tuple[str, ...]:
+    """What is to be said of a program that is planned."""
+    assert step.program is not None
+    ran = f"{step.program.command} ran on one GPU ({step.program.step})"
+    notes = [f"{ran}; what its loop copies and waits for is left out."]
+    if step.settings.compiled:
+        notes.append("Plans know no torch.compile: the step is priced without.")
+    return tuple(notes)
 
 
 class _Kept:

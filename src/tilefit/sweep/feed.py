@@ -13,7 +13,7 @@ from tilefit.capture.child import captures_in_child
 from tilefit.capture.interpolated import Capture
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import Step
-from tilefit.options import TargetOptions
+from tilefit.options import AnyOptions
 
 #: Children at most, and how many captures make another one worth its start.
 _MOST_CHILDREN = 2
@@ -36,7 +36,7 @@ class Feed:
     def __init__(
         self,
         target: str,
-        planned: Sequence[TargetOptions],
+        planned: Sequence[AnyOptions],
         timeout_s: float,
         capture: Capture = captures_in_child,
     ) -> None:
@@ -47,7 +47,7 @@ class Feed:
         self._child_of = {key: child for child in self._children for key in child.keys}
 
     def __call__(
-        self, target: str, options: Sequence[TargetOptions], timeout_s: float
+        self, target: str, options: Sequence[AnyOptions], timeout_s: float
     ) -> Generator[Step | TilefitError]:
         """For each of the options, in order, the step or what the capture raised."""
         others = [each for each in options if _key(each) not in self._child_of]
@@ -66,7 +66,7 @@ class _Child:
     """Some of the planned captures, one after the other."""
 
     def __init__(
-        self, target: str, ahead: list[tuple[str, TargetOptions]], timeout_s: float, capture: Capture
+        self, target: str, ahead: list[tuple[str, AnyOptions]], timeout_s: float, capture: Capture
     ) -> None:
         self.keys = [key for key, _ in ahead]
         self._target = target
@@ -97,5 +97,5 @@ class _Child:
         return self._capture(self._target, options, self._timeout_s)
 
 
-def _key(options: TargetOptions) -> str:
+def _key(options: AnyOptions) -> str:
     return json.dumps(asdict(options), sort_keys=True)

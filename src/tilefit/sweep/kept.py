@@ -13,7 +13,7 @@ from typing import Any
 from tilefit.capture.cache import versions
 from tilefit.cost.priced import PricedGpu
 from tilefit.measure.store import Store
-from tilefit.options import TargetOptions
+from tilefit.options import AnyOptions
 from tilefit.sweep.point import Point
 
 #: The parts of tilefit that a point is made by.
@@ -42,7 +42,7 @@ class Kept:
         self._about = [target, _content(target), versions(_ROOMS), list(measured)]
         self.found = 0
 
-    def get(self, options: TargetOptions, gpu: PricedGpu, more: Mapping[str, Any]) -> Point | None:
+    def get(self, options: AnyOptions, gpu: PricedGpu, more: Mapping[str, Any]) -> Point | None:
         """The point that was computed with these options before, if any.
 
         Args:
@@ -57,13 +57,13 @@ class Kept:
         values = json.loads(text)
         return Point(**{**values, "notes": tuple(values["notes"])})
 
-    def put(self, options: TargetOptions, gpu: PricedGpu, more: Mapping[str, Any], point: Point) -> None:
+    def put(self, options: AnyOptions, gpu: PricedGpu, more: Mapping[str, Any], point: Point) -> None:
         """Keep a point; one without a step is not kept, what prevented it may pass."""
         if not point.error:
             values = {each.name: getattr(point, each.name) for each in fields(point)}
             self._store.keep_point(self._key(options, gpu, more), json.dumps(values))
 
-    def _key(self, options: TargetOptions, gpu: PricedGpu, more: Mapping[str, Any]) -> str:
+    def _key(self, options: AnyOptions, gpu: PricedGpu, more: Mapping[str, Any]) -> str:
         about = [*self._about, asdict(options), gpu.name, gpu.calibration and gpu.calibration.about, more]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 

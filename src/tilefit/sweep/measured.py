@@ -97,9 +97,12 @@ def search(
 
 
 def _options(grid: Grid, point: Point) -> TargetOptions:
+    assert isinstance(grid.options, TargetOptions)  # programs are not measured
     compile = point.at.get("compile", "on" if grid.options.compile else "off")
     at = {name: value for name, value in point.at.items() if name not in ("gpu", "compile")}
-    return replace(options_with(grid.options, at), compile=compile == "on")
+    options = options_with(grid.options, at)
+    assert isinstance(options, TargetOptions)
+    return replace(options, compile=compile == "on")
 
 
 def _tried(point: Point, meter: Measure) -> Point:

@@ -9,13 +9,13 @@ from itertools import product
 from typing import Any
 
 from tilefit.capture.child import captures_in_child
-from tilefit.capture.interpolated import SMOOTH, Capture, at_size, capture_sizes, first_captures
+from tilefit.capture.interpolated import SMOOTH, Capture, capture_sizes, first_captures
 from tilefit.cost import fuse
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError, UsageError
 from tilefit.ops import Step
-from tilefit.options import INPUT_SIZES, Split, TargetOptions
+from tilefit.options import AnyOptions, Split, TargetOptions
 from tilefit.parallel import SplitStep, estimate_split, split_step
 from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.session.fleet import Fleet
@@ -39,7 +39,7 @@ class Grid:
     """
 
     target: str
-    options: TargetOptions
+    options: AnyOptions
     axes: tuple[Axis, ...]
     gpus: tuple[PricedGpu, ...]
 
@@ -68,18 +68,18 @@ class _Group:
         sizes: Its values.
     """
 
-    options: TargetOptions
+    options: AnyOptions
     values: _Values
     over: str = ""
     sizes: tuple[int, ...] = ()
 
     @property
-    def captures(self) -> list[TargetOptions]:
+    def captures(self) -> list[AnyOptions]:
         """What it takes, as far as one can tell beforehand."""
         return first_captures(self.options, self.over, self.sizes) if self.over else [self.options]
 
-    def options_at(self, size: int) -> TargetOptions:
-        return at_size(self.options, self.over, size) if self.over else self.options
+    def options_at(self, size: int) -> AnyOptions:
+        return self.options.at_size(self.over, size) if self.over else self.options
 
     def values_at(self, size: int) -> _Values:
         return {**self.values, self.over: size} if self.over else self.values
@@ -253,9 +253,10 @@ class _Case:
         """
         if isinstance(step, TilefitError):
             raise step
-        step = replace(step, settings=replace(step.settings, compiled=self.compiled))
+        compiled = self.compiled or step.settings.compiled
+        step = replace(step, settings=replace(step.settings, compiled=compiled))
         parts = split_step(step, self.split)
-        time = estimate_split(_fused(parts) if self.compiled else parts, self.gpu)
+        time = estimate_split(_fused(parts) if compiled else parts, self.gpu)
         return Point(
             at=at,
             gpu=self.gpu.name,
@@ -290,18 +291,25 @@ def _cases(grid: Grid) -> Iterator[_Case]:
             yield _Case(
                 gpu,
                 {**values, **({"gpu": gpu.name} if len(grid.gpus) > 1 else {})},
-                values["compile"] == "on" if "compile" in values else grid.options.compile,
+                values["compile"] == "on" if "compile" in values else _compiles(grid),
                 Split(**{name.removesuffix("_parallel"): size for name, size in sizes.items()}),
             )
+
+
+def _compiles(grid: Grid) -> bool:
+    """Whether the compiler's fusion is asked for; a program says so itself."""
+    return isinstance(grid.options, TargetOptions) and grid.options.compile
 
 
 def _groups(grid: Grid) -> Iterator[_Group]:
     """The captures, by what they share: the size with the most values varies within a group."""
     axes = [axis for axis in grid.axes if axis.name not in ("compile", *SPLITS)]
     smooth = [axis for axis in axes if axis.name in SMOOTH]
-    inner = max(smooth, key=lambda axis: len(axis.values), default=None)
+    # A batch that a program is not told is made of one run.
+    inner = max(smooth, key=lambda axis: (not grid.options.takes(axis.name), len(axis.values)), default=None)
     # The compiler's fusion is applied afterwards, so that both kinds of points share their captures.
-    base = replace(grid.options, compile=False)
+    options = grid.options
+    base = replace(options, compile=False) if isinstance(options, TargetOptions) else options
     for values in _combinations([axis for axis in axes if axis is not inner]):
         options = options_with(base, values)
         if inner is None:
@@ -315,19 +323,15 @@ def _combinations(axes: Sequence[Axis]) -> Iterator[_Values]:
         yield dict(zip((axis.name for axis in axes), values, strict=True))
 
 
-def options_with(options: TargetOptions, values: Mapping[str, Value]) -> TargetOptions:
-    """The options with the values of some axes; what is neither a size of the inputs nor a setting is one of
-    the model."""
+def options_with(options: AnyOptions, values: Mapping[str, Value]) -> AnyOptions:
+    """The options with the values of some axes: settings, and sizes."""
     changed: dict[str, Any] = {}
-    arguments = dict(options.arguments)
     for name, value in values.items():
-        if name in INPUT_SIZES:
-            changed[name] = value
-        elif name == "dtype":
+        if name == "dtype":
             changed["amp"] = value if value in ("bf16", "fp16") else "off"
             changed["tf32"] = {"fp32": False, "tf32": True}.get(str(value))
         elif name in SETTINGS:
             changed[name] = value if name in ("amp", "optimizer") else value == "on"
         else:
-            arguments[name] = int(value)
-    return replace(options, arguments=arguments, **changed)
+            options = options.at_size(name, int(value), varies=False)
+    return replace(options, **changed) if changed else options

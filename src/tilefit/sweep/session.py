@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefit.capture.child import captures_in_child
 from tilefit.measure.store import Store
-from tilefit.options import INPUT_SIZES
+from tilefit.options import TargetOptions
 from tilefit.session.fleet import Fleet
 from tilefit.sweep.kept import Kept
 from tilefit.sweep.point import Point
@@ -54,10 +54,12 @@ class SweepSession:
         self.interrupted = False
         self._local = local
         self._watch = watch
+        # What a program reads nobody can list.
+        kept = isinstance(grid.options, TargetOptions)
         self._kept = Kept(store, grid.target, fresh=fresh)
         self._kept_measured = Kept(store, grid.target, fresh=fresh, measured=local[1] if local else ())
-        capture = partial(captures_in_child, fresh=fresh)
-        self._predictions = Predictions(grid, timeout_s, self._kept, capture, fleet)
+        capture = partial(captures_in_child, fresh=fresh, gpu=grid.gpus[0].name)
+        self._predictions = Predictions(grid, timeout_s, self._kept if kept else None, capture, fleet)
         self._where = f" on {fleet.size}" if fleet else ""
         self._notes: list[str] = []
 
@@ -90,9 +92,11 @@ class SweepSession:
     def results(self, against: str = "size") -> Results:
         """What there is, as data; the plot is over ``against``."""
         options, points = self.grid.options, self.points
-        sizes = ((name, getattr(options, name)) for name in INPUT_SIZES)
         # What is fixed and cannot be seen from the axes is told above the results.
-        settings = (*options.words, *(f"{name} {value}" for name, value in sizes if value is not None))
+        settings = (
+            *options.words,
+            *(f"{name} {value}" for name, value in options.own_sizes.items() if value is not None),
+        )
         notes = tuple(dict.fromkeys(self._notes))
         return Results(self.grid, settings, _sorted(self.grid, points), notes, against, self.best_batch)
 

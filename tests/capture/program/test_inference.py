@@ -12,8 +12,9 @@ from tilefit.cost.priced import resolve
 from tilefit.errors import TilefitError
 from tilefit.ops import Step
 from tilefit.ops.program import TO_GPU, WAIT
-from tilefit.options import ProgramOptions
+from tilefit.options import ProgramOptions, Selection
 from tilefit.report.program import headline
+from tilefit.report.text import heading
 
 _EVALUATION = """
 import torch
@@ -112,11 +113,11 @@ def test_a_server_that_waits_is_ended_with_the_step_of_its_warm_up(tmp_path: Pat
         "import time, torch\nnet = torch.nn.Linear(500, 300).cuda().eval()\n"
         "for _ in range(5):\n    net(torch.rand(7, 500).cuda())\ntime.sleep(1000)\n"
     )
-    step = capture_program_in_child(ProgramOptions(str(path)), "h100-sxm", 12)
+    step = capture_program_in_child(ProgramOptions(str(path)), "h100-sxm", 200)
 
     assert step.program is not None
     assert step.program.step == "a call of Linear, a batch of 7"
-    assert any("until its time was up" in note for note in step.notes)
+    assert any("waited, as for requests" in note for note in step.notes)
 
 
 def test_an_integer_a_sample_is_no_token_without_a_prompt(tmp_path: Path) -> None:
@@ -321,3 +322,175 @@ for _ in range(9):
 """
     with pytest.raises(TilefitError, match=r"9 times as if to train it(.|\n)*model\.eval\(\)"):
         _run(tmp_path, text)
+
+
+_IMPORTS = (
+    "import time, torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+)
+
+
+def test_features_of_a_frozen_backbone_are_no_inference(tmp_path: Path) -> None:
+    text = """
+backbone, head = nn.Linear(64, 32).cuda().eval(), nn.Linear(32, 5).cuda()
+features, labels = [], []
+with torch.no_grad():
+    for x, y in DataLoader(TensorDataset(torch.randn(64000, 64), torch.zeros(64000).long()), 8):
+        features.append(backbone(x.cuda()).cpu())
+        labels.append(y)
+        time.sleep(0.2)
+optimizer = torch.optim.SGD(head.parameters(), 0.1)
+for epoch in range(9):
+    for x, y in DataLoader(TensorDataset(torch.cat(features), torch.cat(labels)), 16):
+        nn.functional.cross_entropy(head(x.cuda()), y.cuda()).backward()
+        optimizer.step()
+"""
+    step = _run(tmp_path, _IMPORTS + text)
+
+    assert (step.settings.training, step.batch) == (True, 16)
+    assert any("were ended after some seconds" in note for note in step.notes)
+
+
+def test_an_evaluation_with_an_optimizer_is_cut_short(tmp_path: Path) -> None:
+    text = """
+net = nn.Linear(64, 5).cuda()
+optimizer, right = torch.optim.Adam(net.parameters()), 0
+net.eval()
+for x, y in DataLoader(TensorDataset(torch.randn(64000, 64), torch.zeros(64000).long()), 8):
+    right += (net(x.cuda()).argmax(1) == y.cuda()).sum().item()
+    time.sleep(0.2)
+"""
+    step = _run(tmp_path, _IMPORTS + text)
+
+    assert (step.settings.training, step.batch) == (False, 8)
+    assert any("were ended after some seconds" in note for note in step.notes)
+
+
+def test_who_is_stopped_in_the_midst_of_calls_is_told(tmp_path: Path) -> None:
+    text = "net = nn.Linear(64, 5).cuda()\nwhile True:\n    net(torch.ones(8, 64).cuda())\n    time.sleep(.1)"
+    step = _run(tmp_path, _IMPORTS + text)
+
+    assert any("had trained nothing until then" in note for note in step.notes)
+
+
+def test_calls_from_two_lines_through_one_function_are_one_step(tmp_path: Path) -> None:
+    text = """
+net = nn.Linear(16, 16).cuda().eval()
+def noise(x, condition):
+    return net(x + condition)
+x = torch.zeros(4, 16).cuda()
+with torch.no_grad():
+    for _ in range(9):
+        unguided = noise(x, 0)
+        x = x + noise(x, 1) - unguided
+"""
+    step = _run(tmp_path, _IMPORTS + text)
+
+    assert step.program is not None
+    assert step.program.step == "2 calls of Linear, a batch of 4"
+
+
+def test_a_draft_is_part_of_the_step_of_its_target(tmp_path: Path) -> None:
+    text = """
+class Draft(nn.Linear): pass
+class Target(nn.Linear): pass
+draft, target = Draft(16, 16).cuda().eval(), Target(16, 16).cuda().eval()
+def run(model, x):
+    return model(x)
+x = torch.zeros(1, 16).cuda()
+with torch.no_grad():
+    for _ in range(9):
+        for _ in range(4):
+            x = run(draft, x)
+        x = run(target, x)
+"""
+    step = _run(tmp_path, _IMPORTS + text)
+
+    assert step.program is not None
+    assert step.program.step == "a call of Target, 4 calls of Draft, a batch of 1"
+
+
+def test_beams_are_of_one_sample(tmp_path: Path) -> None:
+    text = """
+import transformers
+sizes = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=99, eos_token_id=None, pad_token_id=0)
+model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).cuda().eval()
+ids = torch.randint(99, (8, 32)).cuda()
+model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=4, max_new_tokens=9)
+"""
+    step = _run(tmp_path, _IMPORTS + text)
+
+    assert step.batch == 8
+    assert step.inputs[0] == "input_ids: int64[32,1]"
+    assert step.program is not None
+    assert step.program.step == "a call of GPT2LMHeadModel, a batch of 8 with 4 beams each"
+    assert "tokens/s, 8 at once; the prompts, 32 tokens each" in _said(step)["Serves"]
+
+
+def test_gradients_of_inputs_train_nothing(tmp_path: Path) -> None:
+    attack = """
+net, x = nn.Linear(64, 10).cuda().eval(), torch.rand(32, 64).cuda()
+change = torch.zeros_like(x, requires_grad=True)
+for _ in range(9):
+    net(x + change).mean().backward()
+    change.data = change + change.grad.sign()
+    change.grad = None
+"""
+    step = _run(tmp_path, _IMPORTS + attack)
+    report = Assessment(step, resolve("h200")[0]).report
+
+    assert step.program is not None
+    assert step.program.step == "a batch of 32, gradients alone: no parameter changes"
+    assert heading(report).endswith("forward and backward pass")
+    assert not step.program.habits  # its gradients are used
+    by_hand = "    with torch.no_grad():\n        for p in net.parameters():\n            p -= 0.1 * p.grad\n"
+    step = _run(tmp_path, _IMPORTS + attack + by_hand)
+    report = Assessment(step, resolve("h200")[0]).report
+    assert heading(report).endswith("training step")
+
+
+def test_columns_of_a_table_are_no_tokens(tmp_path: Path) -> None:
+    text = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1000, 16), nn.Linear(26 * 16, 1)
+        self.each = nn.Linear(16, 16)
+    def forward(self, fields):
+        return self.head(WHAT(self.embed(fields)).flatten(1))
+net = Net().cuda()
+for _ in range(9):
+    net(torch.randint(1000, (512, 26)).cuda()).mean().backward()
+"""
+    for what, tokens in (("", 0), ("self.each", 26)):
+        step = _run(tmp_path, _IMPORTS + text.replace("WHAT", what))
+        assert step.inputs == ("fields: int64[512,26]",)
+        assert Assessment(step, resolve("h200")[0]).report.tokens == tokens
+
+
+def test_what_a_model_reads_of_itself_is_not_the_loss(tmp_path: Path) -> None:
+    text = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+    def forward(self, x, mask):
+        x = self.linear(x)
+        return x if mask.all() else x.masked_fill(~mask, 0)
+net = Net().cuda()
+optimizer = torch.optim.Adam(net.parameters(), fused=True)
+x, mask = torch.rand(8, 64).cuda(), torch.ones(8, 64).cuda() > 0
+for _ in range(9):
+    loss = net(x, mask).mean()
+    loss.backward()
+    optimizer.step()
+"""
+    advice = []
+    for more in ("", "    print(loss.item())\n"):
+        step = _run(tmp_path, _IMPORTS + text + more)
+        report = Assessment(step, resolve("h200")[0], Selection(min_gain=-1.0)).report
+        advice += [each.fix for each in report.findings if each.code == "SYN001"]
+    within, both = advice
+    assert "loss" not in within
+    assert "torch.where" in within
+    assert "loss.detach()" in both
+    assert "torch.where" in both

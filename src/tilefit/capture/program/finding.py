@@ -13,8 +13,15 @@ from unittest.mock import patch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+#: A model that is called twice within so many calls of another belongs to the same step. A choice:
+#: assistants propose some 5 to 20 tokens for a call of their model; samplers of so few steps make a picture.
+_INTERLEAVED = 40
 #: An optimizer that was made and has not stepped when another has stepped so often is not waited for.
 _PATIENCE = 12
+
+
+#: A model, by its identity, and the lines that it is called from.
+_Called = tuple[int, tuple[str, ...]]
 
 
 class StepFinder:
@@ -23,7 +30,8 @@ class StepFinder:
     It is between two steps of the optimizer that was the last to make its first one, so that of several
     optimizers each steps in it, and the state that first steps make is there. A program without an optimizer
     steps where a backward pass ends, and one that has trained nothing so far where it calls a model again
-    from the same line: of several models that of which this is seen first, so that each runs in the step.
+    from the same lines: of several models that of which this is seen first, and then one whose calls it makes
+    some of between, so that each runs in the step.
 
     Args:
         skip: Steps before it begins.
@@ -33,6 +41,7 @@ class StepFinder:
         line: The line of the program that is running.
         on_first: Told where the first of all calls ends: at the next of the same model.
         on_call: Told whenever a model was called again since a step of calls had ended.
+        lines: It, and those that it was called from.
     """
 
     def __init__(
@@ -42,17 +51,24 @@ class StepFinder:
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
         line: Callable[[], str],
+        lines: Callable[[], tuple[str, ...]],
         on_first: Callable[[], None] = lambda: None,
         on_call: Callable[[], None] = lambda: None,
     ) -> None:
         self._skip, self._steps = skip, steps
         self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
+        self._stack = lines
         self._on_first: Callable[[], None] | None = on_first
-        #: How often which model was called from which line, and what was called when the step began last.
-        self._calls: Counter[tuple[int, str]] = Counter()
-        self._called = 0, ""
+        #: How often which model was called from which lines, and what was called when the step began last.
+        self._calls: Counter[_Called] = Counter()
+        self._called: _Called = (0, ())
         self._called_at = 0
         self._has_ended = False
+        #: The models of the step; how often it was made again since, and others were called; whether it is
+        #: sure of whose calls it is.
+        self._inside: set[int] = set()
+        self._again, self._is_settled = 0, False
+        self._others: Counter[_Called] = Counter()
         #: Calls that a backward pass may still follow.
         self.forwards = 0
         self._lines: dict[int, str] = {}
@@ -78,6 +94,11 @@ class StepFinder:
     def is_to_train(self) -> bool:
         """Whether an optimizer was made that has something to train."""
         return any(map(_trained, self._made))
+
+    @property
+    def may_widen(self) -> bool:
+        """Whether another model may still turn out to belong to the step of calls that has ended."""
+        return self._again <= _INTERLEAVED
 
     @property
     def was_to_train(self) -> bool:
@@ -124,11 +145,12 @@ class StepFinder:
         if trains and self.is_to_train:
             self.forwards += 1
             return
+        key = id(model), self._stack()
         if self._has_ended:
-            self._on_call()
+            self._called_behind(model, key)
             return
+        self._inside.add(id(model))
         most = max(self._calls.values(), default=0)
-        key = id(model), self._line()
         if self._on_first and most:
             if [each for each, _ in self._calls] == [id(model)]:
                 self._on_first()
@@ -139,9 +161,30 @@ class StepFinder:
             if count == self._called_at + self._steps:
                 self._has_ended = True
                 self._on_end()
-        elif count > most:
-            self._called, self._called_at = key, count
-            self._on_begin()
+        elif not self._is_settled and (
+            count > most or (most == 1 and len({each for each, _ in self._calls}) == 1)
+        ):
+            # One model that is called from ever other lines has its last call for a step.
+            self._begin_at(key, count)
+
+    def _begin_at(self, key: _Called, count: int) -> None:
+        self._called, self._called_at = key, count
+        self._inside = {key[0]}
+        self._on_begin()
+
+    def _called_behind(self, model: object, key: _Called) -> None:
+        """A call behind the step: of a model for whose calls those of the step are made, it begins anew."""
+        self._again += key == self._called
+        if key[0] not in self._inside and any(True for _ in getattr(model, "parameters", tuple)()):
+            self._others[key] += 1
+            if self._others[key] == 2 and self._again <= _INTERLEAVED:
+                self._has_ended, self._is_settled = False, True
+                self._calls[key] = self._skip + 1
+                self._others.clear()
+                self._again = 0
+                self._begin_at(key, self._skip + 1)
+                return
+        self._on_call()
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[id(optimizer)] += 1

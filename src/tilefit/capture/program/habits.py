@@ -110,6 +110,7 @@ class Habits:
         scaled = torch.amp.GradScaler._maybe_opt_step
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
+            self._pending.clear()  # a step may end within it
             out = self._within(_ANOMALY, engine, *args, **kwargs)
             self.backwards += bool(kwargs.get("accumulate_grad"))
             self._passed_backward()

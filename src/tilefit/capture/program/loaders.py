@@ -51,6 +51,8 @@ class Loaders:
         self._lines: weakref.WeakKeyDictionary[DataLoader[Any], str] = weakref.WeakKeyDictionary()
         self._fed: dict[int, tuple[DataLoader[Any], int]] = {}
         self._sizes: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()
+        #: The last iterator of each, and those that are to end.
+        self._drawn: weakref.WeakKeyDictionary[DataLoader[Any], Any] = weakref.WeakKeyDictionary()
         self._slow: weakref.WeakKeyDictionary[DataLoader[Any], _Slow] = weakref.WeakKeyDictionary()
 
     @contextmanager
@@ -64,11 +66,14 @@ class Loaders:
             init(loader, *args, **kwargs)
 
         def iterated(iterator: Any, loader: DataLoader[Any]) -> None:
-            iterator._tilefit_loader, iterator._tilefit_given = loader, 0
+            iterator._tilefit_loader, iterator._tilefit_given, iterator._tilefit_ends = loader, 0, False
+            self._drawn[loader] = weakref.ref(iterator)
             make(iterator, loader)
 
         def drawn(iterator: Any) -> Any:
             loader = iterator._tilefit_loader
+            if iterator._tilefit_ends:
+                raise StopIteration
             self._fed[id(loader)] = loader, self._fed.get(id(loader), (loader, 0))[1] + 1
             iterator._tilefit_given += 1
             if slow := self._slow.get(loader):
@@ -102,6 +107,14 @@ class Loaders:
         pin: Callable[[Any], Any] = pin_memory if iterator._pin_memory else lambda made: made
         with patch.object(self, "drawing", True):
             return pin(copy.deepcopy(batch))
+
+    def end_epoch(self) -> bool:
+        """What is being drawn from now gives no further batch; whether there is such."""
+        running = [each for loader, _ in self._fed.values() if (each := self._drawn[loader]()) is not None]
+        running = [each for each in running if not each._tilefit_ends]
+        for iterator in running:
+            iterator._tilefit_ends = True
+        return bool(running)
 
     def stepped(self) -> None:
         """An optimizer has stepped: what is drawn from now on feeds the next step."""

@@ -22,6 +22,7 @@ from tilefit.capture.overlay import overlaid
 from tilefit.capture.program.contained import Surroundings, contained
 from tilefit.capture.program.distributed import one_rank
 from tilefit.capture.program.finding import StepFinder
+from tilefit.capture.program.idle import when_idle
 from tilefit.capture.program.invariants import ON_CPU
 from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
@@ -39,9 +40,14 @@ from tilefit.units import counted
 #: Takes the step, or what went wrong, and ends the process: nothing that the program would do then is done.
 Done = Callable[[Step | TilefitError], NoReturn]
 _WENT_ON = "Behind the step the program went on until its time was up, and trained nothing."
+_STOPPED = "Some seconds behind the step the program was stopped; it had trained nothing until then."
+_WAITED = "Behind the step the program waited, as for requests, and was stopped."
+_CUT = "Loops over loaders that trained nothing were ended after some seconds, to see what follows."
 #: Seconds for which a program that calls its model again and again may still begin to train: some evaluate
 #: first. A choice.
 _PATIENCE_S = 5.0
+#: Seconds more where its step may turn out to be larger. A choice.
+_WIDENING_S = 15.0
 
 
 def capture_program(
@@ -105,7 +111,7 @@ def on_emulated_gpu(
 def _run(options: ProgramOptions, around: Surroundings) -> TilefitError | None:
     """Run the program as Python does; returns what went wrong in it."""
     script = Path(options.program)
-    sys.argv = [options.program, *options.arguments]
+    sys.argv = [options.program, *options.command]
     sys.path.insert(0, os.getcwd() if options.is_module else str(script.resolve().parent))
     try:
         if options.is_module:
@@ -209,6 +215,7 @@ class _Capture:
             self._begin,
             self._end,
             modes.sites.source_line,
+            modes.sites.source_stack,
             self._first_ended,
             self._still_called,
         )
@@ -217,6 +224,8 @@ class _Capture:
         #: The step of a program that has trained nothing yet, and when to stop waiting for it to.
         self._of_calls: Step | TilefitError | None = None
         self._until_s = 0.0
+        #: Whether a loop over a loader was ended early, to see what follows.
+        self._cut = False
 
     def _begin(self) -> None:
         self.told("its step")
@@ -228,29 +237,43 @@ class _Capture:
         result = self._result()
         if not self.finder.infers:
             self.done(result)
+        was_known = self._of_calls is not None
         self._of_calls, self._until_s = result, time.monotonic() + _PATIENCE_S
-        if isinstance(result, Step) and not self.finder.is_to_train:
+        if isinstance(result, Step):
             self.keep(replace(result, notes=(*result.notes, _WENT_ON)))
+        if not was_known:
+            when_idle(self._waits)
+
+    def _waits(self) -> None:
+        """The program does nothing any more."""
+        if self._of_calls is not None and self.finder.infers and not self.finder.is_to_train:
+            self.done(_noted(self._of_calls, _WAITED))
 
     def _first_ended(self) -> None:
         self._first = self._result()
         self.window.begin()
 
     def _still_called(self) -> None:
-        if time.monotonic() > self._until_s and not self.finder.is_to_train:
-            assert self._of_calls is not None
-            self.done(self._of_calls)
+        late_s = time.monotonic() - self._until_s
+        if late_s < 0 or (self.finder.may_widen and late_s < _WIDENING_S):
+            return
+        assert self._of_calls is not None
+        is_to_train = self.finder.is_to_train
+        if (is_to_train or not self._cut) and self.around.loaders.end_epoch():
+            self._cut, self._until_s = True, time.monotonic() + _PATIENCE_S
+        elif not is_to_train:
+            self.done(_noted(self._of_calls, _STOPPED))
 
     def of_calls(self, error: TilefitError | None) -> Step | TilefitError | None:
         """What came of a program that has ended, with this error, and has trained nothing; None of others."""
         if not (self.finder.infers and self.finder.taken):
             return None
-        if self._of_calls is None or (error and self.finder.was_to_train):
+        if self._of_calls is None or (error and self.finder.was_to_train and not self._cut):
             return error or self._result()
-        if error and isinstance(self._of_calls, Step):
-            note = f"Behind the step the program failed: {error.what} ({error.where})."
-            return replace(self._of_calls, notes=(*self._of_calls.notes, note))
-        return self._of_calls
+        notes = [_CUT] if self._cut else []
+        if error:
+            notes.append(f"Behind the step the program failed: {error.what} ({error.where}).")
+        return _noted(self._of_calls, *notes)
 
     def _result(self) -> Step | TilefitError:
         with torch._C.DisableTorchFunction():
@@ -264,7 +287,7 @@ class _Capture:
 
     def _step(self) -> Step:
         name = self.options.program
-        command = " ".join([name, *self.options.arguments])
+        command = " ".join([name, *self.options.command])
         step = self.window.step(name, command, self.finder.stepped, self.finder.taken)
         assert step.program is not None
         with _disable_current_modes():
@@ -279,4 +302,9 @@ class _Capture:
         first = self._first if self.finder.infers and isinstance(self._first, Step) else None
         if first is not None and first.inputs != step.inputs:
             step = replace(step, prompt=first)
-        return replace(step, program=program)
+        step = replace(step, program=program)
+        return replace(step, notes=(*step.notes, _CUT)) if self._cut else step
+
+
+def _noted(step: Step | TilefitError, *notes: str) -> Step | TilefitError:
+    return replace(step, notes=(*step.notes, *notes)) if isinstance(step, Step) else step

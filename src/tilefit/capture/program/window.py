@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.distributed import per_machine, rank, ranks, split_modules, version
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
+from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.words import described
 from tilefit.emulation.torch_cuda import refuse_script
@@ -77,6 +78,8 @@ class Window:
         self._numbers = count()
         #: What was called in the step, by class.
         self._called: Counter[str] = Counter()
+        #: Inputs of the last call that are beams of one sample.
+        self._beams = 1
         self._habits = Habits(modes.sites.source_line, lambda: (modes.recorder.ops, modes.meetings.events))
 
     @contextmanager
@@ -114,10 +117,23 @@ class Window:
 
         with (
             self._habits.watching(),
+            changed({"transformers.generation.utils": self._note_beams}),
             patch.object(nn.Module, "__call__", called),
             patch.object(self._modes.meetings, "replaying", replaying),
         ):
             yield
+
+    def _note_beams(self, module: Any) -> None:
+        search = module.GenerationMixin._beam_search
+
+        @wraps(search)
+        def beam_search(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
+            self._beams = generation_config.num_beams
+            out = search(*args, generation_config=generation_config, **kwargs)
+            self._beams = 1
+            return out
+
+        module.GenerationMixin._beam_search = beam_search
 
     def begin(self) -> None:
         """The step begins here."""
@@ -191,10 +207,14 @@ class Window:
             modes.recorder.let_grow(batch)
         step = modes.step(settings, name, inputs, modes.unseen_notes)
         habits = self._habits.found()  # names events, too
+        updates = bool(stepped) or _updates(step)
         program = Program(
             command=command,
-            step=described(step, stepped, passes, batch, self._called),
+            step=described(step, stepped, passes, batch, self._called, updates, self._beams),
             steps=steps,
+            updates=updates,
+            beams=self._beams,
+            micro_batches=passes,
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
@@ -207,7 +227,7 @@ class Window:
             per_machine=per_machine(),
             split=tuple(dict.fromkeys(split_modules(modes.sites.roots))),
         )
-        return replace(step, program=program, batch=batch * passes)
+        return replace(step, program=program, batch=batch * passes // self._beams)
 
     def _places(self, call: _Call | None, stepped: list[torch.optim.Optimizer]) -> tuple[str, ...]:
         """Where a call is written, and those of the other models that no optimizer steps."""
@@ -246,6 +266,11 @@ def _when_trained(out: Any, told: Callable[[], None]) -> None:
     for leaf in made:
         if leaf.requires_grad:
             leaf.register_hook(lambda gradient: told())
+
+
+def _updates(step: Step) -> bool:
+    """Whether a step writes to its parameters, as a loop over them does."""
+    return any(ref.parameter for entry in step.ops for ref in entry.outputs)
 
 
 def _on_first_weights(versions: dict[int, int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
-from tilefit.rules.finding import NOTE, SAFE
+from tilefit.rules.finding import ADVICE, NOTE
 from tilefit.rules.program.habits import habits
 
 
@@ -60,7 +60,7 @@ class Evaluation(Rule):
                 message="a model is evaluated with gradients on"
                 + (f": {first.detail}" if first.detail else ""),
                 fix="Evaluate under torch.no_grad() or torch.inference_mode().",
-                safety=SAFE,
+                safety=ADVICE,
                 change=None,
                 severity=NOTE,
             )

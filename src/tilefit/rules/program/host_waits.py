@@ -26,6 +26,10 @@ _SORTED = (
     "multiplies by, is sorted anew each time: keep that too, in an autograd function of your own."
 )
 _LATER = "Keep it on the GPU (total += loss.detach()) and read it every hundredth step."
+_WITHIN = (
+    "What a model's forward pass reads itself decides what it does next: choose by torch.where, or tell the "
+    "model from outside what the host knows, such as whether there is a mask."
+)
 _NEXT = (
     "Launch the next call before what this one made is read (copy it with non_blocking=True and wait for an "
     "event), and count on the GPU."
@@ -94,9 +98,17 @@ class HostWaits(Rule):
         sized = sum(event.name in _SIZED for event in gone)
         ordered = sum(event.name == COALESCE for event in gone)
         fused = 0 if stays else len(scaler)
-        values = len(gone) - sized - ordered - fused
+        within = sum(event.within for event in gone if event.name not in {*_SIZED, COALESCE})
+        values = len(gone) - sized - ordered - fused - within
         later = _LATER if step.settings.training else _NEXT
-        cures = {later: values, _ON_GPU: sized, _SORTED: ordered, _FUSED: fused, _COPIES: len(copies)}
+        cures = {
+            later: values,
+            _WITHIN: within,
+            _ON_GPU: sized,
+            _SORTED: ordered,
+            _FUSED: fused,
+            _COPIES: len(copies),
+        }
         lines = [
             f"host {seconds(estimate.host_time_s)}, GPU {seconds(estimate.gpu_time_s)}; with what each waits "
             f"for the other {seconds(estimate.time_s)}"
