@@ -192,6 +192,7 @@ class Program:
         network: What joins their machines, as it is asked for; empty for one machine.
         host_work: What the program does on tensors of the host's, beside its loaders: elements by function.
         split: Modules whose parameters are tensors of several ranks while they compute (``DTensor``).
+        micro_batches: Of as many the gradients of a step are added up.
     """
 
     command: str
@@ -212,6 +213,7 @@ class Program:
     rank: int = 0
     host_work: tuple[tuple[str, int], ...] = ()
     split: tuple[str, ...] = ()
+    micro_batches: int = 1
 
     @property
     def was_run(self) -> bool:

@@ -209,6 +209,7 @@ class Window:
             rank=rank(),
             per_machine=per_machine(),
             split=tuple(dict.fromkeys(split_modules(modes.sites.roots))),
+            micro_batches=passes,
         )
         return replace(step, program=program, batch=batch * passes)
 
