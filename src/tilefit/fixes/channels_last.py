@@ -71,7 +71,7 @@ class ChannelsLast(Fix):
     def find(self, context: Context) -> Iterable[ChangeSet | Refusal]:
         step = context.step
         found: dict[str, None] = {}
-        for path in dict.fromkeys(step.ops[index].site.module for index in channels_last(step)):
+        for path in dict.fromkeys(step.ops[index].site.module for index in channels_last(step, context.gpu)):
             try:
                 module = submodule(context.run.model, path)
                 _require_convolution(path, module)
