@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -151,6 +152,15 @@ def test_sizes_that_belong_together_still_fit(model: nn.Module, width: int, chan
     (finding,) = findings(step, "ALN001")
     assert all(change in finding.fix for change in changes)
     assert "10920" not in finding.message
+
+
+@pytest.mark.parametrize("outputs", [1, 10, 25])
+def test_few_outputs_are_no_part_of_what_they_divide(outputs: int) -> None:
+    """A head of one value or of ten classes: 650 features are not 650 times one."""
+    layers = nn.Linear(650, 650), nn.ReLU(), nn.Linear(650, 650), nn.ReLU(), nn.Linear(650, outputs)
+    step = capture(nn.Sequential(*layers), torch.empty(1 << 20, 650, device="meta"), amp="bf16")
+    (finding,) = findings(step, "ALN001")
+    assert re.search(r"in_features of \* 650 -> (656|704)", finding.fix)
 
 
 def test_the_smaller_padding_is_taken_where_a_line_costs_more(h200: Gpu) -> None:

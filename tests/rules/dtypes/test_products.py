@@ -65,6 +65,14 @@ def test_mixed_precision_of_a_convolutional_model() -> None:
     assert finding.gain_s == pytest.approx(saved_s(fp32, mixed), rel=0.05)
 
 
+def test_a_gpu_without_tf32_multiplies_in_fp32() -> None:
+    step = capture(LanguageModel(), tokens(), tf32=True)
+    (old,) = findings(step, "PRC002", gpu="v100")
+    (new,) = findings(step, "PRC002", gpu="a100")
+    assert old.message.startswith("products run in fp32; in fp16")
+    assert new.message.startswith("products run in tf32; in bf16")
+
+
 def test_the_type_that_most_is_multiplied_in_is_named() -> None:
     """Convolutions run in TF32 by default, which the first of a vision transformer is alone to do."""
     model = nn.Sequential(nn.Conv2d(3, 768, 32, stride=32), nn.Flatten(2), nn.Linear(49, 4096))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tilefit.ops import FORWARD, Attention, Recurrent, Step, Streaming
@@ -10,7 +11,9 @@ from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.channels import behind_convolutions
 from tilefit.rules.alignment.padding import best_padding, is_misaligned
 from tilefit.rules.base import Context, Replaced
+from tilefit.rules.flow import Flow
 from tilefit.rules.layers import Linear, linears
+from tilefit.rules.outside.attention_by_hand import attention_chains
 from tilefit.rules.resize import ANY, LAST, resize_features, resize_streams, resized
 
 #: Losses that take scores of classes.
@@ -112,15 +115,21 @@ def designed(step: Step) -> list[Group]:
     gate, queries, keys and values, heads) stays a part of it: a multiple of another size, or of a head's, is
     that multiple of what the other becomes. What follows from a convolution's channels is left to these.
     """
+    apart = groups(step)
+    if not apart:
+        return []
     layers = linears(step)
     made = {layer.out_features for layer in layers}
-    heads = {op.head_dim for entry in step.ops if isinstance(op := entry.op, Attention)}
+    heads = _heads(step)
     of_channels = {size for _, size, _ in behind_convolutions(step)}
     found: list[Group] = []
-    for group in groups(step):
+    for group in apart:
         own = {*group.sizes} - of_channels
         # What no layer makes is cut out of what one makes.
         sizes = own | {size * n for size in own - made for n in _CUTS if size * n in made}
+        for head, widths in heads.items():
+            if is_misaligned(head, group.dtype) and any(_is_cut(size, widths) for size in own):
+                sizes |= widths & {size for each in layers for size in (each.in_features, each.out_features)}
         if not sizes:
             continue
         vocabularies, recurrent, dtypes = [*group.vocabularies], [*group.recurrent], {group.dtype}
@@ -135,10 +144,28 @@ def designed(step: Step) -> list[Group]:
         whole.layers = [each for each in layers if sizes & {each.in_features, each.out_features}]
         found.append(whole)
     for group in found:
+        read = {layer.in_features for layer in group.layers} & {*group.sizes} - {*group.vocabularies}
         for size in {*group.sizes} - {*group.vocabularies}:
-            parts = (part for part in sorted({*group.sizes, *heads}) if is_misaligned(part, group.dtype))
-            group.parts[size] = next((part for part in parts if not size % part), size)
+            parts = [part for part in read if _is_cut(size, {part})]
+            parts += [head for head, widths in heads.items() if _is_cut(size, widths)]
+            odd = (part for part in parts if is_misaligned(part, group.dtype))
+            group.parts[size] = min(odd, default=size)
     return found
+
+
+def _is_cut(size: int, widths: Iterable[int]) -> bool:
+    """Whether it is one of the widths, or is cut into some of that width."""
+    return any(size % width == 0 and size // width <= _CUTS[-1] for width in widths)
+
+
+def _heads(step: Step) -> dict[int, set[int]]:
+    """Head sizes, fused or written out, and the widths of what layers make for all heads."""
+    fused = [op for entry in step.ops if isinstance(op := entry.op, Attention)]
+    heads: dict[int, set[int]] = defaultdict(set)
+    for op in (*fused, *(chain.fused for chain in attention_chains(Flow(step)))):
+        packed = op.num_heads + 2 * op.num_kv_heads
+        heads[op.head_dim] |= {op.head_dim * number for number in (op.num_heads, op.num_kv_heads, packed)}
+    return heads
 
 
 def _vocabularies(step: Step, layers: list[Linear]) -> set[int]:

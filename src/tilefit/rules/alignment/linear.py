@@ -76,6 +76,7 @@ class LinearFeatures(Rule):
                     changes.append(f"{name}{of} {old} -> {new}")
         heads = {part: size for size, part in group.parts.items() if part not in sizes}
         changes += [f"heads of {part} -> {sizes[size] * part // size}" for part, size in heads.items()]
+        how += "".join(f", and keep the scale of 1/sqrt({part})" for part in heads if safety == SAFE)
         odd = [str(size) for size in sizes if is_misaligned(size, group.dtype)]
         return Proposal(
             place=Place.of(group.layers, sites=len(group.layers)),

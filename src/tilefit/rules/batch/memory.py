@@ -88,7 +88,8 @@ class OutOfMemory(Rule):
             fix = f"Use a batch of at most {fits}."
         yield Proposal(
             place=Place(),
-            message=f"the step needs {size(memory.peak_bytes)}, {gpu.title} has {size(gpu.memory_bytes)}",
+            message=f"the step needs {size(memory.peak_bytes)}, {gpu.title} has {size(gpu.memory_bytes)}"
+            + (f", {size(usable)} of it for tensors" if memory.peak_bytes <= gpu.memory_bytes else ""),
             fix=fix,
             safety=UNSAFE,
             change=None,
