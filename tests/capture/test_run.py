@@ -422,6 +422,107 @@ def test_the_batch_of_a_time_first_transformer_is_not_its_length(batch_first: bo
     assert capture(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), x).batch == 6
 
 
+def _over_steps(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    state = x.new_zeros(x.shape[1], 32)
+    for step in x:
+        state = self.layers[0](step, state)
+    return state
+
+
+def _by_hand(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Attention of 4 heads over the first dimension."""
+    q, k, v = self.layers[0](x).unflatten(-1, (3, 4, 8)).permute(2, 1, 3, 0, 4).flatten(1, 2)
+    return torch.bmm(torch.softmax(torch.bmm(q, k.mT), -1), v)
+
+
+def _images(*channels: int) -> list[torch.Tensor]:
+    return [torch.empty(c, 32 + 8 * c, 32) for c in channels]
+
+
+@pytest.mark.parametrize(
+    ("call", "layers", "inputs", "batch"),
+    [
+        pytest.param(_over_steps, [nn.GRUCell(32, 32)], torch.empty(50, 6, 32), 6, id="a cell over time"),
+        pytest.param(_by_hand, [nn.Linear(32, 96)], torch.empty(50, 6, 32), 6, id="attention over time"),
+        pytest.param(
+            lambda self, sizes, x: _over_steps(self, x) * sizes[:, None],
+            [nn.GRUCell(32, 32)],
+            {"sizes": torch.empty(6), "x": torch.empty(50, 6, 32)},
+            6,
+            id="lengths first",
+        ),
+        pytest.param(
+            lambda self, packed: self.layers[0](packed)[1],
+            [nn.GRU(32, 32)],
+            (nn.utils.rnn.pack_sequence([torch.randn(n, 32) for n in (9, 4, 4)]),),
+            3,
+            id="a packed sequence",
+        ),
+        pytest.param(
+            lambda self, mask, x: self.layers[0](x + mask),
+            [nn.Linear(32, 8)],
+            {"mask": torch.empty(1, 40, 32), "x": torch.empty(8, 40, 32)},
+            8,
+            id="a mask of all samples first",
+        ),
+        pytest.param(
+            lambda self, places, x: self.layers[0](x + self.layers[1](places)),
+            [nn.Linear(32, 8), nn.Embedding(40, 32)],
+            (torch.zeros(40, dtype=torch.long), torch.empty(8, 40, 32)),
+            8,
+            id="positions first",
+        ),
+        pytest.param(
+            lambda self, ids, places: self.layers[0](self.layers[1](ids) + self.layers[1](places)),
+            [nn.Linear(32, 8), nn.Embedding(40, 32)],
+            (torch.zeros(1, 40, dtype=torch.long), torch.zeros(40, dtype=torch.long)),
+            1,
+            id="one sample",
+        ),
+        pytest.param(
+            lambda self, edges, x: self.layers[0](x)[edges[0]],
+            [nn.Linear(32, 8)],
+            (torch.zeros(2, 500, dtype=torch.long), torch.empty(101, 32)),
+            101,
+            id="edges of a graph",
+        ),
+        pytest.param(
+            lambda self, xs: [self.layers[0](x[None]) for x in xs],
+            [nn.Conv2d(4, 8, 3)],
+            (_images(4, 4, 4),),
+            3,
+            id="images with transparency",
+        ),
+        pytest.param(
+            lambda self, tables, x: self.layers[0](torch.cat([x, *map(self.layers[1], tables)], 1)),
+            [nn.Linear(24, 8), nn.Embedding(9, 8)],
+            ([torch.zeros(128, dtype=torch.long)] * 2, torch.empty(128, 8)),
+            128,
+            id="a list of columns",
+        ),
+        pytest.param(
+            lambda self, x: self.layers[0](x) + self.layers[1](x[0, :15, :2]).sum(),
+            [nn.Linear(64, 64), nn.Linear(2, 1)],
+            torch.empty(64, 3, 64),
+            64,
+            id="a small table beside the samples",
+        ),
+    ],
+)
+def test_the_batch_is_what_the_samples_are_counted_by(
+    call: Any, layers: list, inputs: Any, batch: int
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return call(self, *args, **kwargs)
+
+    assert capture(Model(), inputs, train=False).batch == batch
+
+
 def test_what_is_no_model_is_named() -> None:
     with pytest.raises(UsageError, match="of type int, which cannot be called"):
         capture(3, torch.empty(2))

@@ -302,6 +302,25 @@ def test_versions_that_make_no_sense_are_refused(wrong: str) -> None:
         with_libraries(priced("v100"), wrong)
 
 
-def test_libraries_older_than_the_gpu_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"cublas 10\.2 does not run on the NVIDIA A100"):
-        with_libraries(priced(A100), "cublas=10.2")
+@pytest.mark.parametrize(
+    ("gpu", "versions", "first"),
+    [
+        (A100, "cublas=10.2", "11"),
+        ("v100", "cublas=8.0", "9"),
+        ("t4", "cudnn=7.2.1", "7.3"),
+        ("h100", "cudnn=8.3", "8.6"),
+        ("rtx-4090", "cudnn=8.5", "8.6"),
+        ("h200", "cublas=11.7", "11.11"),
+        ("b200", "cudnn=9.6", "9.7"),
+    ],
+)
+def test_libraries_older_than_the_gpu_are_refused(gpu: str, versions: str, first: str) -> None:
+    name = versions.partition("=")[0]
+    with pytest.raises(UsageError, match=f"{name} .* does not run on the NVIDIA") as error:
+        with_libraries(priced(gpu), versions)
+    assert error.value.hint == f"The first that does is {first}."
+    assert with_libraries(priced(gpu), f"{name}={first}").name == priced(gpu).name
+
+
+def test_any_library_runs_on_the_oldest_gpus() -> None:
+    assert with_libraries(priced("p100"), "cublas=9.0,cudnn=7.0").lacks

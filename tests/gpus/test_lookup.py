@@ -210,7 +210,13 @@ class FakeNvml(SimpleNamespace):
         return index
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return int(uuid.removeprefix("GPU-"))
+        raise self.NVMLError("Not Found")
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}1e0-84f5"
+
+    def nvmlDeviceGetHandleByPciBusId(self, address: str) -> int:
+        return int(address.split(":")[1])
 
     def nvmlDeviceGetName(self, handle: int) -> str:
         return self.devices[handle]
@@ -230,6 +236,7 @@ class FakeNvml(SimpleNamespace):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     return monkeypatch
 
 
@@ -257,7 +264,7 @@ def test_a_gpu_that_shares_the_hosts_memory_has_as_much(machine: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("visible", "found"), [("1", "l4"), ("1,0", "l4"), ("GPU-1", "l4"), ("", None), ("-1", None)]
+    ("visible", "found"), [("1", "l4"), ("1,0", "l4"), ("GPU-11e", "l4"), ("", None), ("-1", None)]
 )
 def test_local_honours_cuda_visible_devices(
     machine: pytest.MonkeyPatch, visible: str, found: str | None
@@ -266,6 +273,23 @@ def test_local_honours_cuda_visible_devices(
     machine.setenv("CUDA_VISIBLE_DEVICES", visible)
     local = gpus.local()
     assert (local.name if local else None) == found
+
+
+@pytest.mark.parametrize("order", [None, "FASTEST_FIRST"])
+def test_where_gpus_differ_cuda_says_which_is_first(machine: pytest.MonkeyPatch, order: str | None) -> None:
+    install(machine, FakeNvml("NVIDIA L4", "NVIDIA H200"))
+    if order:
+        machine.setenv("CUDA_DEVICE_ORDER", order)
+    else:
+        machine.delenv("CUDA_DEVICE_ORDER")
+    machine.setattr(lookup, "_FIRST_OF_CUDA", "print('0000:01:00.0')")
+    assert gpus.local() is gpus.get("h200")
+    # Of one kind it does not matter, and CUDA is not asked.
+    machine.setattr(lookup, "_FIRST_OF_CUDA", "raise SystemExit(3)")
+    with pytest.raises(UsageError, match="GPUs of several kinds"):
+        gpus.local()
+    install(machine, FakeNvml("NVIDIA L4", "NVIDIA L4"))
+    assert gpus.local() is gpus.get("l4")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 
 from tilefit.capture.dtypes import DTYPES, product_dtype
 from tilefit.capture.layouts import common_run, innermost, is_channels_last, touched_bytes, transposes
-from tilefit.capture.operations import NAMED, by_name
 from tilefit.capture.trees import tensors
 from tilefit.errors import CaptureError
 from tilefit.ops import (
@@ -26,6 +25,7 @@ from tilefit.ops import (
     Op,
     Streaming,
 )
+from tilefit.ops.operations import NAMED, by_name
 from tilefit.ops.streaming import CONTIGUOUS, multi_tensor_launches
 
 #: An operation, its phase (empty: whatever autograd's state implies), what it reads and what it writes.

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import DefaultDeviceType
 
-from tilefit.capture.operations import NAMED
+from tilefit.ops.operations import NAMED
 
 _LISTS = NAMED["autocast"]
 #: Operations whose inputs are cast: to autocast's element type, to fp32, to fp32 by way of their ``dtype``,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tilefit.capture.operations import NAMED
+from tilefit.ops.operations import NAMED
 
 _MAKERS, _RANDOM = NAMED["values"]["constant"], NAMED["values"]["random"]
 _MAX_ELEMENTS = 1 << 24

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -108,11 +109,18 @@ def on_device(inputs: Any, device: str) -> Any:
     """The inputs on ``device``, as leaves of their own."""
 
     def moved(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):  # its sizes stay on the host
+            return leaf._replace(
+                data=moved(leaf.data),
+                sorted_indices=moved(leaf.sorted_indices),
+                unsorted_indices=moved(leaf.unsorted_indices),
+            )
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return _materialised(leaf.detach(), device).requires_grad_(leaf.requires_grad)
 
-    return tree_map(moved, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    return tree_map(moved, inputs, is_leaf=lambda each: isinstance(each, PackedSequence))
 
 
 def _materialised(tensor: torch.Tensor, device: str) -> torch.Tensor:

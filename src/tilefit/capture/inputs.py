@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.trees import tensors
 from tilefit.errors import UsageError
-from tilefit.ops import Attention, Recurrent, StepOp
+from tilefit.ops import FORWARD, Attention, Conv, Gemm, Recurrent, StepOp
 
 #: Sizes of synthesised inputs where the user gives none.
 DEFAULT_TEXT_BATCH = 16
@@ -19,6 +21,9 @@ DEFAULT_IMAGE_BATCH = 64
 DEFAULT_IMAGE_SIZE = 224
 #: Clips, as in torchvision's own training of a 3D ResNet.
 DEFAULT_CLIP_BATCH = 8
+#: The share of the FLOP whose rows a batch need not divide: of tables that are computed for all samples,
+#: such as relative positions. A choice.
+_LEAST_ROWS = 0.001
 
 _SPEC = re.compile(r"^\s*(?:(?P<name>[A-Za-z_]\w*)\s*:)?\s*(?P<dtype>\w+)\s*\[(?P<shape>[^\]]*)\]\s*$")
 _BY_NAME: dict[str, torch.dtype] = {
@@ -119,22 +124,37 @@ def _range(extents: Sequence[int]) -> str:
     return str(least) if least == most else f"{least}..{most}"
 
 
-def batch_of(inputs: Any, ops: Sequence[StepOp]) -> int:
-    """Samples: the length of a list of images, or of samples of different lengths; or the first size of the
-    first input, or what a recurrent layer or an attention that reads time first says."""
-    arguments = inputs.values() if isinstance(inputs, Mapping) else inputs
+def batch_of(inputs: Any, ops: Iterable[StepOp]) -> int:
+    """Samples: the length of a list of images, or of samples of different lengths; or of the sizes that the
+    inputs begin with, and the second one of what may be time-first, the first that divides the rows of what
+    the step multiplies."""
+    arguments: Any = inputs.values() if isinstance(inputs, Mapping) else inputs
     # A tensor is no list of arguments; iterating over it would make a view of every row.
-    several = isinstance(arguments, Iterable) and not isinstance(arguments, torch.Tensor)
-    listed = next(iter(arguments), None) if several else None
-    if isinstance(listed, list) and listed and (all(map(_is_image, listed)) or _is_ragged(listed)):
-        return len(listed)
-    first = next((t for t in tensors(inputs) if t.dim() > 0), None)
-    if first is None:
-        return 0
-    layer = next((entry.op for entry in ops if isinstance(entry.op, Recurrent | Attention)), None)
-    if layer is not None and tuple(first.shape[:2]) == (layer.seq_len, layer.batch):
-        return layer.batch
-    return int(first.shape[0])
+    for each in arguments if isinstance(arguments, Iterable) and not isinstance(inputs, torch.Tensor) else ():
+        if isinstance(each, PackedSequence):
+            return int(each.batch_sizes[0])
+        if isinstance(each, list) and each and (all(map(_is_image, each)) or _is_ragged(each)):
+            return len(each)
+    # Masks that serve all samples, positions and lengths come first at times.
+    shapes = [tuple(t.shape) for t in tensors(inputs) if t.dim()]
+    shapes = [shape for shape in shapes if len(shape) > 1] or shapes
+    sizes = [shape[0] for shape in shapes if shape[0] > 1] or [shape[0] for shape in shapes[:1]]
+    sizes += [size for shape in shapes[:1] for size in shape[1:2] if size > 1]
+    flop: Counter[int] = Counter()
+    for entry in ops:
+        if entry.phase == FORWARD:
+            flop[_rows(entry)] += entry.op.flop
+    least = (1 - _LEAST_ROWS) * flop.total()
+    fitting = (size for size in sizes if sum(n for rows, n in flop.items() if not rows % size) >= least)
+    return next(fitting, sizes[0] if sizes else 0)
+
+
+def _rows(entry: StepOp) -> int:
+    """Rows, images or sequences of a product; 0, which any size divides, of all else."""
+    op = entry.op
+    if isinstance(op, Gemm):
+        return op.batch * op.m if entry.parameter or op.batch == 1 else op.batch
+    return op.batch if isinstance(op, Conv | Attention | Recurrent) else 0
 
 
 def _is_ragged(values: list[Any]) -> bool:
@@ -142,4 +162,4 @@ def _is_ragged(values: list[Any]) -> bool:
 
 
 def _is_image(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[0] in (1, 3)
+    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[0] in (1, 3, 4)

@@ -175,15 +175,26 @@ def resolve(
     return tuple(dict.fromkeys(_together(several, named)))
 
 
-#: Of each library the first version for Ampere, and what versions from one on to before another lack:
-#: misaligned sizes run without Tensor Cores (NVIDIA, "Matrix Multiplication Background User's Guide", Tensor
-#: Core requirements), groups in NHWC one by one (``_WIDE_GROUPS`` of :mod:`tilefit.cost.conv`).
-_LIBRARIES: dict[str, tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]]] = {
-    "cublas": ((11,), {"misaligned products": ((), (11,))}),
-    "cudnn": (
-        (8,),
-        {"misaligned convolutions": ((), (7, 6, 3)), "grouped convolutions": ((8,), (8, 5))},
-    ),
+#: The first version of each library for GPUs from a compute capability on (NVIDIA: the release notes of the
+#: CUDA toolkits 9.0, 10.0, 11.0, 11.8 and 12.8, of whose libraries cuBLAS is one; cuDNN's support
+#: matrices).
+_FIRST: dict[str, dict[tuple[int, int], tuple[int, ...]]] = {
+    "cublas": {
+        (7, 0): (9,),
+        (7, 5): (10,),
+        (8, 0): (11,),
+        (8, 6): (11, 2),
+        (8, 9): (11, 11),
+        (10, 0): (12, 8),
+    },
+    "cudnn": {(7, 0): (7,), (7, 5): (7, 3), (8, 0): (8,), (8, 9): (8, 6), (10, 0): (9, 7)},
+}
+#: What versions from one on to before another lack: misaligned sizes run without Tensor Cores (NVIDIA,
+#: "Matrix Multiplication Background User's Guide", Tensor Core requirements), groups in NHWC one by one
+#: (``_WIDE_GROUPS`` of :mod:`tilefit.cost.conv`).
+_LACKING: dict[str, dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "cublas": {"misaligned products": ((), (11,))},
+    "cudnn": {"misaligned convolutions": ((), (7, 6, 3)), "grouped convolutions": ((8,), (8, 5))},
 }
 
 
@@ -197,17 +208,17 @@ def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
     for each in filter(None, versions.split(",")):
         name, _, text = each.partition("=")
         number = tuple(int(part) if part.isdecimal() else -1 for part in text.split("."))
-        if name not in _LIBRARIES or min(number) < 0:
+        if name not in _FIRST or min(number) < 0:
             raise UsageError(
-                f"{each!r} is no version of {' or '.join(_LIBRARIES)}", hint="Write cublas=10.2,cudnn=7.6."
+                f"{each!r} is no version of {' or '.join(_FIRST)}", hint="Write cublas=10.2,cudnn=7.6."
             )
-        ampere, lacking = _LIBRARIES[name]
-        if gpu.compute_capability >= (8, 0) and number < ampere:
+        first = max((at for since, at in _FIRST[name].items() if since <= gpu.compute_capability), default=())
+        if number < first:
             raise UsageError(
                 f"{name} {text} does not run on the {gpu.title}",
-                hint=f"The first that does is {'.'.join(map(str, ampere))}.",
+                hint=f"The first that does is {'.'.join(map(str, first))}.",
             )
-        lacks.update(what for what, (since, before) in lacking.items() if since <= number < before)
+        lacks.update(what for what, (since, before) in _LACKING[name].items() if since <= number < before)
     return replace(gpu, lacks=frozenset(lacks)) if lacks else gpu
 
 

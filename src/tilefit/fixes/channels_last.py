@@ -28,7 +28,7 @@ def run_channels_last(context: Context) -> Found:
     step = context.step
     found: dict[str, None] = {}
     ((_, turned),) = in_channels_last(("",)).behaviours
-    for path in dict.fromkeys(step.ops[index].site.module for index in channels_last(step)):
+    for path in dict.fromkeys(step.ops[index].site.module for index in channels_last(step, context.gpu)):
         try:
             module = submodule(context.run.model, path)
             turned.require(module, path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -105,6 +107,17 @@ def _holds(gpu: Gpu, memory_bytes: int) -> bool:
     return abs(gpu.memory_bytes - memory_bytes) <= _KEPT_MEMORY * gpu.memory_bytes
 
 
+#: Prints the bus address of the GPU that CUDA takes first, as ``CUDA_VISIBLE_DEVICES`` and
+#: ``CUDA_DEVICE_ORDER`` say. In a process of its own: a child of one that has called CUDA cannot.
+_FIRST_OF_CUDA = """
+import ctypes, os
+cuda = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+device, address = ctypes.c_int(), ctypes.create_string_buffer(32)
+failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
+raise SystemExit(failed or cuda.cuDeviceGetPCIBusId(address, 32, device) or print(address.value.decode()))
+"""
+
+
 def local() -> Gpu | None:
     """The first GPU CUDA would use in this machine; None where there is none, or no driver or NVML binding.
 
@@ -125,10 +138,7 @@ def local() -> Gpu | None:
     try:
         if not pynvml.nvmlDeviceGetCount():
             return None
-        if visible.isdecimal():
-            handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible))
-        else:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(visible)
+        handle = _handle(pynvml, visible)
         name, memory_bytes = pynvml.nvmlDeviceGetName(handle), _memory_bytes(pynvml, handle)
         divided = _is_divided(pynvml, handle)
     except pynvml.NVMLError as error:
@@ -142,6 +152,27 @@ def local() -> Gpu | None:
         # NVML names the whole GPU, CUDA uses an instance.
         raise UsageError(f"MIG divides GPU {visible!r}, {name}", hint=f"{_PART_HINT}Name it with --gpu.")
     return of_device(name, memory_bytes)
+
+
+def _handle(pynvml: Any, visible: str) -> Any:
+    """NVML's handle of an entry of ``CUDA_VISIBLE_DEVICES``, perhaps the beginning of an identifier. NVML
+    numbers GPUs by their place on the bus, CUDA by their speed unless ``CUDA_DEVICE_ORDER`` is that."""
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    if not visible.isdecimal():
+        fitting = [each for each in handles if pynvml.nvmlDeviceGetUUID(each).startswith(visible)]
+        return fitting[0] if fitting else pynvml.nvmlDeviceGetHandleByUUID(visible)
+    alike = len({pynvml.nvmlDeviceGetName(each) for each in handles}) == 1
+    if alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return pynvml.nvmlDeviceGetHandleByIndex(int(visible))
+    asked = subprocess.run(
+        [sys.executable, "-c", _FIRST_OF_CUDA], capture_output=True, text=True, check=False
+    )
+    if asked.returncode:
+        raise UsageError(
+            "this machine has GPUs of several kinds, and CUDA does not say which of them it takes first",
+            hint="Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name a GPU with --gpu.",
+        )
+    return pynvml.nvmlDeviceGetHandleByPciBusId(asked.stdout.strip())
 
 
 def _memory_bytes(pynvml: Any, handle: object) -> int:

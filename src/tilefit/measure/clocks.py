@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,22 @@ THROTTLE_REASONS = {
 }
 
 
-def nvml(index: int) -> tuple[Any, Any] | None:
-    """NVML's module and a handle; None where there is no NVML or no such GPU."""
+def nvml(device: torch.device | None = None) -> tuple[Any, Any] | None:
+    """NVML's module and the handle of a GPU, by default the machine's first one; None where there is no NVML
+    or no such GPU. CUDA's numbers are not NVML's: the place on the bus tells a GPU."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
+        if device is None:
+            return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        import torch
+
+        at: Any = torch.cuda.get_device_properties(device)
+        place = f"{at.pci_domain_id:08x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
+        return pynvml, pynvml.nvmlDeviceGetHandleByPciBusId(place)
     except pynvml.NVMLError:
         return None
 
@@ -61,13 +71,13 @@ def sample(pynvml: Any, handle: Any) -> ClockSample:
     )
 
 
-def read_clocks(index: int = 0) -> ClockSample | None:
+def read_clocks(device: torch.device | None = None) -> ClockSample | None:
     """One reading; None where NVML or the GPU is missing."""
-    found = nvml(index)
+    found = nvml(device)
     return sample(*found) if found else None
 
 
 def driver_version() -> str:
     """The display driver's version; empty where NVML is missing."""
-    found = nvml(0)
+    found = nvml()
     return str(found[0].nvmlSystemGetDriverVersion()) if found else ""

@@ -205,7 +205,7 @@ class CudaDevice:
 
     def clocks(self) -> ClockSample | None:
         """The clocks of now; None where there are none."""
-        return read_clocks(self.device.index or 0)
+        return read_clocks(self.device)
 
 
 class HostDevice:

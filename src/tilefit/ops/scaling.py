@@ -83,7 +83,7 @@ def _larger(shape: tuple[int, ...], factor: float) -> tuple[int, ...]:
 
 
 def _scaled_input(text: str, batch: int, factor: float) -> str:
-    return re.sub(rf"\[{batch}\b", f"[{_times(batch, factor)}", text) if batch else text
+    return re.sub(rf"(?<=[\[,]){batch}\b", str(_times(batch, factor)), text, count=1) if batch else text
 
 
 def _is_fixed(entry: StepOp, ref: TensorRef, shapes: set[tuple[int, ...]], fixed: set[int]) -> bool:

@@ -161,6 +161,7 @@ def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
 
     assert step.program is not None
     assert step.program.step.startswith("2 micro-batches of 16, AdamW")
+    assert step.program.micro_batches == 2
     assert step.batch == 32
     assert sum(e.name == "aten.lstm" for e in step.ops) == 2
     assert not any(e.kind == WAIT for e in step.program.events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -58,3 +59,29 @@ def test_what_is_no_attention_is_not_called_so(is_attention: bool) -> None:
     assert ("attention" in finding.message) == is_attention
     assert ("F.scaled_dot_product_attention" in finding.fix) == is_attention
     assert "1001 to 1024" in finding.fix
+
+
+class ByHand(nn.Module):
+    """Attention whose softmax is a module of its own."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.softmax = heads, nn.Linear(width, 3 * width), nn.Softmax(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.softmax(q @ k.mT / q.shape[-1] ** 0.5) @ v
+
+
+@pytest.mark.parametrize(
+    ("positions", "width", "advice"),
+    [
+        (577, 768, r"pad 577 to \d+ inside the attention and mask the added positions"),
+        (512, 1200, r"pad 100 to \d+ inside the attention, with zeros"),
+    ],
+)
+def test_added_positions_are_masked_and_features_are_zeros(positions: int, width: int, advice: str) -> None:
+    step = capture(nn.Sequential(ByHand(width, 12)), torch.empty(64, positions, width), amp="bf16")
+    (finding,) = findings(step, "ALN006")
+    assert re.search(advice, finding.fix)
+    assert "scaled_dot_product_attention" in finding.fix

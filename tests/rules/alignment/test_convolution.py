@@ -31,6 +31,22 @@ def test_numbers_that_meet_in_a_convolution_are_one_finding(h200: Gpu) -> None:
     assert found.fix.startswith("Use 192 channels instead of 150 and 320 channels instead of 300")
 
 
+@pytest.mark.parametrize(
+    ("between", "batch", "size", "features"),
+    [(nn.Flatten(), 4096, 7, "2940 -> 3136"), (nn.AdaptiveAvgPool2d(1), 256, 56, "60 -> 64")],
+)
+def test_the_layer_behind_the_channels_changes_with_them(
+    between: nn.Module, batch: int, size: int, features: str
+) -> None:
+    convolutions = nn.Conv2d(64, 60, 3, padding=1), nn.ReLU(), nn.Conv2d(60, 60, 3, padding=1), nn.ReLU()
+    head = nn.Linear(int(features.split()[0]), 4096)
+    model = nn.Sequential(*convolutions, between, nn.Flatten(), head)
+    step = capture(model, torch.empty(batch, 64, size, size), amp="bf16", channels_last=True)
+    (finding,) = findings(step, "ALN", min_gain=0.0)
+    assert finding.code == "ALN004"
+    assert f"64 channels instead of 60, in_features of {features}" in finding.fix
+
+
 def test_grouped_convolutions_are_not_padded(h200: Gpu) -> None:
     b = StepBuilder(batch=64)
     b.conv("depthwise", 60, 60, 56, groups=60, x=b.tensor(64, 60, 56, 56))

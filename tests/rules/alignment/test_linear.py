@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -64,6 +65,102 @@ def test_two_misaligned_sizes_of_one_layer_are_padded_together(h200: Gpu) -> Non
     b.linear("b", 16384, 2050, 4099)
     (finding,) = run(b.step(), h200, select=["ALN"])
     assert "2050 and 4099 features" in finding.message
+
+
+class Gated(nn.Module):
+    """A gate whose halves one layer makes."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 2 * hidden), nn.Linear(hidden, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+class Modulated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.modulation, self.layer = nn.Linear(width, 6 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift, scale, gate, *_ = self.modulation(F.silu(x)).chunk(6, -1)
+        return x + gate * self.layer(x * scale + shift)
+
+
+class WideBehind(nn.Module):
+    """A layer that autocast leaves in TF32 behind one in bf16."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, hidden), nn.Linear(hidden, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        with torch.autocast("cuda", enabled=False):
+            return self.down(x.float())
+
+
+@pytest.mark.parametrize(
+    ("model", "width", "changes"),
+    [
+        pytest.param(
+            Gated(5461),
+            1024,
+            ["in_features of down 5461 -> 5504", "out_features of up 10922 -> 11008"],
+            id="halves",
+        ),
+        pytest.param(
+            Gated(5460),
+            1024,
+            ["in_features of down 5460 -> 5504", "out_features of up 10920 -> 11008"],
+            id="halves of what is aligned",
+        ),
+        pytest.param(
+            Attending(650, 10),
+            650,
+            ["out_features of out 650 -> 720", "out_features of qkv 1950 -> 2160", "heads of 65 -> 72"],
+            id="heads",
+        ),
+        pytest.param(
+            Modulated(1302),
+            1302,
+            ["of * 1302 -> 1344", "out_features of modulation 7812 -> 8064"],
+            id="a modulation",
+        ),
+        pytest.param(
+            WideBehind(5462),
+            1024,
+            ["out_features of up 5462 -> 5504", "in_features of down 5462 -> 5504"],
+            id="types",
+        ),
+    ],
+)
+def test_sizes_that_belong_together_still_fit(model: nn.Module, width: int, changes: list[str]) -> None:
+    step = capture(model, torch.empty(16, 1024, width), amp="bf16", tf32=True)
+    (finding,) = findings(step, "ALN001")
+    assert all(change in finding.fix for change in changes)
+    assert "10920" not in finding.message
+
+
+@pytest.mark.parametrize("outputs", [1, 10, 25])
+def test_few_outputs_are_no_part_of_what_they_divide(outputs: int) -> None:
+    """A head of one value or of ten classes: 650 features are not 650 times one."""
+    layers = nn.Linear(650, 650), nn.ReLU(), nn.Linear(650, 650), nn.ReLU(), nn.Linear(650, outputs)
+    step = capture(nn.Sequential(*layers), torch.empty(1 << 20, 650, device="meta"), amp="bf16")
+    (finding,) = findings(step, "ALN001")
+    assert re.search(r"in_features of \* 650 -> (656|704)", finding.fix)
 
 
 def test_the_smaller_padding_is_taken_where_a_line_costs_more(h200: Gpu) -> None:

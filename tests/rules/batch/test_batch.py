@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from builders import StepBuilder, gpt2
 from tilefit.gpus import Gpu
-from tilefit.ops import Memory, Settings, Step
+from tilefit.ops import Memory, Program, Settings, Step
 from tilefit.rules import run
 
 GB = 10**9
@@ -25,6 +27,26 @@ def test_the_memory_limits_the_advice(h200: Gpu) -> None:
     # 1 GB fixed and 1 GB a sample: 131 fit in 94 % of 141 GB.
     (finding,) = run(small(16, 17 * GB), h200, select=["BAT"])
     assert 16 < advised(finding.fix) <= 131
+
+
+def test_fewer_and_larger_micro_batches_only_where_there_are_some(h200: Gpu) -> None:
+    alone = small(32, 33 * GB)
+    (finding,) = run(alone, h200, select=["BAT"])
+    assert "accumulate" not in finding.fix.lower()
+    factor = advised(finding.fix) // 32
+    assert factor > 1
+    fixes = {}
+    for parts in (2, 2 * factor, 3 * factor + 1):
+        step = replace(alone, batch=32 * parts, program=Program("", "", micro_batches=parts))
+        (accumulated,) = run(step, h200, select=["BAT"])
+        fixes[parts] = accumulated.fix
+    assert fixes[2 * factor].startswith(
+        f"Accumulate 2 micro-batches of {32 * factor}, in place of {2 * factor}"
+    )
+    assert fixes[3 * factor + 1] == f"Use micro-batches of {32 * factor} (adapt the learning rate)."
+    too_large = replace(small(256, 257 * GB), program=Program("", "", micro_batches=16))
+    (error,) = run(too_large, h200, select=["BAT002"])
+    assert f"micro-batches of at most {int((0.94 * h200.memory_bytes - GB) / GB) // 16} " in error.fix
 
 
 def test_beyond_the_knee_it_is_silent(h200: Gpu) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -177,3 +178,26 @@ def test_checkpointed_blocks_cast_again_whatever_regions_there_are() -> None:
 
     x = torch.empty(64, 4096, device="meta")
     assert not findings(capture(Checkpointed(), x, amp="bf16"), "PRC005", min_gain=0)
+
+
+def test_parts_of_a_packed_weight_are_cast_one_by_one() -> None:
+    """Attention across two sequences: the rows of the packed weight that make queries, and the others."""
+
+    class Across(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(1024, 16)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.attention(x, y, y, need_weights=False)[0]
+
+    x, y = torch.empty(8, 2, 1024, device="meta"), torch.empty(16, 2, 1024, device="meta")
+    assert not findings(capture(Across(), (x, y), amp="bf16", fused_optimizer=True), "PRC005", min_gain=0)
+
+
+def test_gradients_of_several_normalizations_are_no_one_kernel() -> None:
+    layer = nn.TransformerDecoderLayer(512, 8)
+    x, y = torch.empty(128, 64, 512, device="meta"), torch.empty(128, 64, 512, device="meta")
+    step = capture(nn.TransformerDecoder(layer, 4), (x, y), amp="fp16")
+    found = findings(step, "PRC004", min_gain=0)
+    assert all(int(re.search(r"around (\d+) kernels", each.message)[1]) < 10 for each in found)  # type: ignore[index]

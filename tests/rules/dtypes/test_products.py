@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from tilefit.capture import capture
+from tilefit.ops import OPTIMIZER, Step
+from tilefit.rules import Change
+from tilefit.rules.dtypes.autocast import under_autocast
+from tilefit.rules.engine import changed
 from toys import LanguageModel, tokens
 from whatif import findings, saved_s
 
@@ -59,6 +65,14 @@ def test_mixed_precision_of_a_convolutional_model() -> None:
     assert finding.gain_s == pytest.approx(saved_s(fp32, mixed), rel=0.05)
 
 
+def test_a_gpu_without_tf32_multiplies_in_fp32() -> None:
+    step = capture(LanguageModel(), tokens(), tf32=True)
+    (old,) = findings(step, "PRC002", gpu="v100")
+    (new,) = findings(step, "PRC002", gpu="a100")
+    assert old.message.startswith("products run in fp32; in fp16")
+    assert new.message.startswith("products run in tf32; in bf16")
+
+
 def test_the_type_that_most_is_multiplied_in_is_named() -> None:
     """Convolutions run in TF32 by default, which the first of a vision transformer is alone to do."""
     model = nn.Sequential(nn.Conv2d(3, 768, 32, stride=32), nn.Flatten(2), nn.Linear(49, 4096))
@@ -75,3 +89,53 @@ def test_a_mixed_or_half_step_is_healthy() -> None:
 
 def test_a_gpu_without_half_precision_products_gets_no_advice() -> None:
     assert not findings(capture(LanguageModel(), tokens()), "PRC002", gpu="p100-pcie-16gb", min_gain=0)
+
+
+class Mixing(nn.Module):
+    """Normalised products over positions and over channels, on a stream that a convolution begins."""
+
+    def __init__(self, width: int = 256, positions: int = 196) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 16, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(5))
+        self.positions = nn.ModuleList(nn.Linear(positions, positions) for _ in range(2))
+        self.channels = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.stem(images).flatten(2).transpose(1, 2)
+        for number in range(2):
+            x = x + self.positions[number](self.norms[2 * number](x).transpose(1, 2)).transpose(1, 2)
+            x = x + self.channels[number](self.norms[2 * number + 1](x))
+        return self.norms[4](x)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        pytest.param(Mixing, (128, 3, 224, 224), id="norms on a half stream"),
+        pytest.param(
+            lambda: nn.Sequential(
+                nn.Conv2d(3, 32, 3, padding=1),
+                nn.PReLU(),
+                nn.Upsample(scale_factor=2, mode="bilinear"),
+                nn.Conv2d(32, 32, 3, padding=1),
+                nn.GroupNorm(4, 32),
+            ),
+            (32, 3, 112, 112),
+            id="interpolation",
+        ),
+    ],
+)
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_the_types_of_a_step_under_autocast_are_those_of_a_capture(
+    model: Callable[[], nn.Module], shape: tuple[int, ...], half: str
+) -> None:
+    images = torch.empty(shape, device="meta")
+    mixed = capture(model(), images, amp=half)
+    step = capture(model(), images)
+    predicted = changed(step, Change(under_autocast(step, half)))
+
+    def moved(step: Step) -> int:
+        return sum(entry.op.moved_bytes for entry in step.ops if entry.phase != OPTIMIZER)
+
+    assert moved(predicted) == pytest.approx(moved(mixed), rel=0.03)

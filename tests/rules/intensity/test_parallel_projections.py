@@ -76,3 +76,20 @@ def test_weights_of_one_module_go_by_their_names() -> None:
     assert alone.message.startswith("up, gate multiply")
     (nested,) = findings(capture(nn.Sequential(Gated(), Gated()), x, amp="bf16"), "INT004")
     assert (nested.message, nested.module, nested.sites) == (alone.message, "*", 2)
+
+
+def test_a_cells_own_weights_are_not_merged_with_a_layer_beside_it() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = nn.LSTMCell(256, 256), nn.Linear(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            state = x.new_zeros(2, *x.shape[1:]).unbind()
+            scores = []
+            for step in x:
+                state = self.cell(step, state)
+                scores.append(self.head(state[0]))
+            return torch.stack(scores)
+
+    assert not findings(capture(Tagger(), torch.empty(16, 32, 256, device="meta")), "INT004", min_gain=0)

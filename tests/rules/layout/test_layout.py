@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from builders import StepBuilder, gpt2, resnet
+from tilefit import gpus
 from tilefit.capture import capture
 from tilefit.gpus import Gpu
 from tilefit.rules import run
@@ -51,6 +52,15 @@ def test_fp32_convolutions_without_tensor_cores_stay_in_nchw(h200: Gpu) -> None:
     b = StepBuilder(batch=64, dtype="fp32")
     b.conv("conv", 64, 64, 56, channels_last=False, x=b.tensor(64, 64, 56, 56))
     assert run(b.step(), h200, select=["LAY"]) == []
+
+
+def test_where_tensor_cores_do_not_take_the_element_type_nothing_is_turned() -> None:
+    for gpu, dtype, count in (("v100", "bf16", 0), ("t4", "bf16", 0), ("v100", "fp16", 1), ("t4", "fp16", 1)):
+        b = StepBuilder(batch=256, training=False, dtype=dtype)
+        x, y = b.tensor(256, 64, 56, 56), b.tensor(256, 64, 56, 56)
+        b.conv("conv", 64, 64, 56, channels_last=False, x=x)
+        b.stream("norm", "normalization", (x,), (y,), name="aten.native_batch_norm")
+        assert len(run(b.step(), gpus.get(gpu), select=["LAY001"])) == count
 
 
 def test_misaligned_channels_are_not_turned(h200: Gpu) -> None:

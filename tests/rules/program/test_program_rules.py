@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from builders import StepBuilder
 from tilefit.cost import LAUNCH, estimate_step
@@ -32,6 +33,7 @@ from tilefit.ops.collective import ALL_REDUCE
 from tilefit.ops.program import EXCHANGE, TO_GPU, TO_HOST, WAIT, Ordered
 from tilefit.rules import Change, Finding, run
 from tilefit.rules.engine import changed
+from tilefit.rules.program import parameter_loops
 from tilefit.rules.program.events import with_events
 
 ADAMW = Settings(optimizer="adamw")
@@ -350,6 +352,24 @@ class TestParameterLoop:
         assert found.gain_s > 0.1e-3  # of 32 launches two are left
         (whole,) = findings(self.loop(train(rows=64), "aten.lerp"), h200, "FOR001")
         assert whole.gain_s == pytest.approx(found.gain_s / 2, rel=0.1)
+
+    def test_only_what_pytorch_has_for_many_tensors_is_named(self, h200: Gpu) -> None:
+        (found,) = findings(self.loop(train(rows=64), "aten.gt", "aten.where", "aten.copy_"), h200, "FOR001")
+        assert found.message.endswith(": copy_")
+        assert found.fix.startswith("Do it to all of them at once: torch._foreach_copy_; or")
+        for none in ("aten.gt", "aten.where", "aten.nan_to_num_", "aten.masked_fill_", "aten.randn_like"):
+            assert not findings(self.loop(train(rows=64), none), h200, "FOR001")
+        (clamped,) = findings(self.loop(train(rows=64), "aten.clamp_"), h200, "FOR001")
+        assert "torch._foreach_clamp_min_, torch._foreach_clamp_max_" in clamped.fix
+        assert clamped.arithmetic[0].endswith("at once 2 kernels")
+
+    def test_the_functions_that_are_named_exist(self) -> None:
+        names = ["aten._to_copy", *(f"aten.{name}" for name in (*parameter_loops._FORMS, "relu"))]
+        names += [f"{name}_" for name in names] + [f"aten.{name}" for name in parameter_loops._OTHERWISE]
+        for name in names:
+            forms = parameter_loops._forms(StepOp(Streaming("other", 1, 1, 1), OPTIMIZER, Site(), name))
+            assert forms
+            assert all(hasattr(torch, f"_foreach_{form}") for form in forms)
 
     def test_what_autograd_adds_and_zeroing_are_no_loops_of_the_program(self, h200: Gpu) -> None:
         step = self.loop(train(rows=64), "aten.add_")

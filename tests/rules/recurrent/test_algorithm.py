@@ -74,3 +74,11 @@ def test_persistence_that_does_not_pay_is_not_proposed() -> None:
 
 def test_a_gpu_without_the_persistent_algorithm_gets_no_advice() -> None:
     assert not findings(step_of(lstm(), batch=12), "RNN001", gpu="t4", min_gain=0)
+
+
+def test_the_input_that_is_padded_is_the_first_layers() -> None:
+    model = Layers(nn.GRU(80, 384, num_layers=3, bidirectional=True)).half()
+    step = capture(model, torch.empty(400, 32, 80, device="meta", dtype=torch.float16), optimizer="none")
+    (finding,) = findings(step, "RNN001", gpu="v100")
+    assert "pad the input to 128 features" in finding.fix
+    assert finding.arithmetic[-1].startswith("GRU 128->384")

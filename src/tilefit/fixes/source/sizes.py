@@ -13,7 +13,7 @@ from tilefit.fixes.source.program import Program, users_call
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.values import Place
 from tilefit.rules import Finding
-from tilefit.rules.alignment.features import Group, groups
+from tilefit.rules.alignment.features import Group, designed
 from tilefit.rules.base import Context
 from tilefit.rules.sites import pattern
 
@@ -55,7 +55,7 @@ def _padded(finding: Finding, context: Context, program: Program, *, vocabularie
 
 
 def _group(finding: Finding, context: Context, vocabularies: bool) -> Group:
-    for group in groups(context.step):
+    for group in designed(context.step):
         layers = [
             layer
             for layer in group.layers

@@ -15,6 +15,7 @@ from tilefit.rules.alignment.padding import (
 )
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
+from tilefit.rules.flow import parent
 from tilefit.rules.resize import resize_streams, resized
 from tilefit.units import seconds
 
@@ -127,10 +128,16 @@ class AttentionSizes(Rule):
         )
         new = sizes[size]
         modules = {step.ops[index].site.module for index in indices}
-        if any(entry.op.category == "softmax" and entry.site.module in modules for entry in step.ops):
+        softmaxes = [
+            entry
+            for entry in step.ops
+            if entry.op.category == "softmax" and {entry.site.module, parent(entry.site.module)} & modules
+        ]
+        if softmaxes:
             what = "attention is written out"
-            fix = f"Use F.scaled_dot_product_attention; or pad {size} to {new} inside the attention and mask "
-            fix += "the added positions."
+            fix = f"Use F.scaled_dot_product_attention; or pad {size} to {new} inside the attention"
+            positions = any(ref.shape[-1:] == (size,) for entry in softmaxes for ref in entry.inputs)
+            fix += " and mask the added positions." if positions else ", with zeros."
         else:
             what = "batched products run"
             fix = f"Pad {size} to {new} with zeros, and cut off what they add to the result."

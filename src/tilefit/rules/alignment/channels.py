@@ -15,7 +15,8 @@ from tilefit.rules.alignment.padding import (
     with_zeros,
 )
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Replaced, Rule
-from tilefit.rules.resize import CHANNEL, resize_streams, resized
+from tilefit.rules.layers import Linear, linears
+from tilefit.rules.resize import CHANNEL, resize_features, resize_streams, resized
 from tilefit.units import seconds
 
 
@@ -71,13 +72,21 @@ class ConvChannels(Rule):
             )
         odd = " and ".join(map(str, sizes))
         changes = " and ".join(f"{new} channels instead of {old}" for old, new in padding.items())
+        behind = [each for each in behind_convolutions(step) if each[2] in padding]
+        features = {size: size // channels * padding[channels] for _, size, channels in behind}
+        changes += "".join(f", in_features of {old} -> {new}" for old, new in features.items())
         return Proposal(
             place=place,
             message=f"{odd} channels are {misfit(dtype)} in {place.sites} convolutions",
             fix=f"Use {changes} ({how}).",
             safety=safety,
             change=Change(
-                {**resize_streams(step, padding, CHANNEL), **_depthwise(step.ops, padding), **convolutions}
+                {
+                    **resize_streams(step, padding, CHANNEL),
+                    **_depthwise(step.ops, padding),
+                    **resize_features(step, [layer for layer, *_ in behind], features),
+                    **convolutions,
+                }
             ),
             arithmetic=tuple(counted_lines(lines)),
         )
@@ -104,6 +113,21 @@ def misaligned(step: Step) -> dict[tuple[tuple[int, ...], str], list[int]]:
             indices += groups.pop(known)
         groups[tuple(sorted(sizes)), op.dtype] = sorted(indices)
     return groups
+
+
+def behind_convolutions(step: Step) -> list[tuple[Linear, int, int]]:
+    """Linear layers that read images of misaligned channels, flattened or pooled: their features, and the
+    channels that these are a multiple of. A size that a linear layer makes is none of a convolution's."""
+    layers = linears(step)
+    made = {layer.out_features for layer in layers}
+    channels = [size for sizes, _ in misaligned(step) for size in sizes]
+    return [
+        (layer, size, of)
+        for layer in layers
+        if (size := layer.in_features) not in made
+        for of in [max((each for each in channels if not size % each), default=0)]
+        if of
+    ]
 
 
 def padded(

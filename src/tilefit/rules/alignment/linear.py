@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from tilefit.rules.alignment.features import Group, groups
-from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, run_on, with_zeros
+from tilefit.rules.alignment.features import Group, designed
+from tilefit.rules.alignment.padding import (
+    arithmetic,
+    gemm_command,
+    is_misaligned,
+    misfit,
+    run_on,
+    with_zeros,
+)
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.sites import pattern
@@ -49,7 +56,7 @@ class LinearFeatures(Rule):
     right = wrong.but("5461", "5504")
 
     def check(self, context: Context) -> Proposals:
-        for group in groups(context.step):
+        for group in designed(context.step):
             # A vocabulary is ALN002's, a recurrent size ALN007's.
             if not group.vocabularies and not group.recurrent:
                 yield self._proposal(context, group)
@@ -67,12 +74,13 @@ class LinearFeatures(Rule):
                 if modules:
                     of = f" of {pattern(modules)}" if any(modules) else ""  # the model itself has no path
                     changes.append(f"{name}{of} {old} -> {new}")
+        heads = {part: size for size, part in group.parts.items() if part not in sizes}
+        changes += [f"heads of {part} -> {sizes[size] * part // size}" for part, size in heads.items()]
+        how += "".join(f", and keep the scale of 1/sqrt({part})" for part in heads if safety == SAFE)
+        odd = [str(size) for size in sizes if is_misaligned(size, group.dtype)]
         return Proposal(
             place=Place.of(group.layers, sites=len(group.layers)),
-            message=(
-                f"{' and '.join(map(str, sizes))} features are {misfit(group.dtype)}: "
-                f"{run_on(context, products)}"
-            ),
+            message=f"{' and '.join(odd)} features are {misfit(group.dtype)}: {run_on(context, products)}",
             fix=f"Change {', '.join(changes)} ({how}).",
             safety=SAFE,
             change=Change({**streams, **resized}),

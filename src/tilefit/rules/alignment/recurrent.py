@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.rules.alignment.features import Group, groups
+from tilefit.rules.alignment.features import Group, designed
 from tilefit.rules.alignment.padding import misfit, pairs, with_zeros
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.units import seconds
@@ -33,7 +33,7 @@ class RecurrentSizes(Rule):
     right = wrong.but("1501", "1536")
 
     def check(self, context: Context) -> Proposals:
-        for group in groups(context.step):
+        for group in designed(context.step):
             # A vocabulary that meets the recurrent size is ALN002's, with both sizes.
             if group.recurrent and not group.vocabularies:
                 yield self._proposal(context, group)

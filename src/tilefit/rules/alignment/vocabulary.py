@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.rules.alignment.features import Group, groups
+from tilefit.rules.alignment.features import Group, designed
 from tilefit.rules.alignment.padding import arithmetic, gemm_command, misfit, pairs, run_on
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
@@ -60,7 +60,7 @@ class Vocabulary(Rule):
     right = wrong.but("50257", "50304")
 
     def check(self, context: Context) -> Proposals:
-        for group in groups(context.step):
+        for group in designed(context.step):
             if group.vocabularies:
                 yield self._proposal(context, group)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilefit.cost import curve, estimate_step
+from tilefit.ops import Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.batch.memory import largest_batch
@@ -30,8 +31,8 @@ class BatchBelowKnee(Rule):
 
     Example: a step of 5.2 ms with 8 samples and 5.9 ms with 32: 32 samples take 3.5 times less time each.
 
-    Fix: the batch named. It changes training: adapt the learning rate and its schedule. Where you
-    accumulate gradients, accumulate less instead, which changes nothing.
+    Fix: the batch named. It changes training: adapt the learning rate and its schedule. A program that
+    accumulates gradients takes larger micro-batches, and fewer of them, which changes nothing.
 
     Sources: NVIDIA, "Linear/Fully-Connected Layers User's Guide", batch size; McCandlish and others, "An
     Empirical Model of Large-Batch Training" (2018), on how far a batch may grow.
@@ -70,12 +71,7 @@ class BatchBelowKnee(Rule):
                 f"a batch of {step.batch} does not fill the GPU: with {knee * step.batch} it would do "
                 f"{number(rates[knee] / rates[1])} times as many samples per second"
             ),
-            fix=(
-                f"Use a batch of {knee * step.batch} (adapt the learning rate), or accumulate gradients "
-                f"{knee} times less."
-                if step.settings.training
-                else f"Put {knee * step.batch} samples into one call."
-            ),
+            fix=_fix(step, knee),
             safety=UNSAFE,
             change=Change({i: (entry,) for i, entry in enumerate(scaled[knee].ops)}, work_ratio=knee),
             arithmetic=(
@@ -89,3 +85,17 @@ class BatchBelowKnee(Rule):
                 else "memory was not captured: check that the larger batch fits",
             ),
         )
+
+
+def _fix(step: Step, factor: int) -> str:
+    whole, parts = factor * step.batch, step.program.micro_batches if step.program else 1
+    if not step.settings.training:
+        return f"Put {whole} samples into one call."
+    if parts % factor:
+        of = f"micro-batches of {whole // parts}" if parts > 1 else f"a batch of {whole}"
+        return f"Use {of} (adapt the learning rate)."
+    old, new = f"{parts} micro-batches of {step.batch // parts}", f"micro-batches of {whole // parts}"
+    fewer = (
+        f"Accumulate {parts // factor} {new}" if parts > factor else f"Take all {step.batch} samples at once"
+    )
+    return f"{fewer}, in place of {old}."

@@ -72,7 +72,8 @@ class OutOfMemory(Rule):
         if memory.peak_bytes <= usable:
             return
         training = step.settings.training
-        fits = largest_batch(step, gpu) if step.batch else 0
+        parts = step.program.micro_batches if step.program else 1
+        fits = largest_batch(step, gpu) // parts if step.batch else 0
         if memory.constant_bytes > usable:
             gpus = ceil(memory.constant_bytes / usable)
             state = "parameters, gradients and optimizer state" if training else "the parameters"
@@ -81,12 +82,14 @@ class OutOfMemory(Rule):
             again = f", or {_recompute(context, usable)}" if training else ""
             fix = f"Not one sample fits: shorten the inputs, or take a larger GPU{again}."
         elif training:
-            fix = f"Use a batch of at most {fits} and accumulate gradients, or {_recompute(context, usable)}."
+            less = f"micro-batches of at most {fits}" if parts > 1 else f"a batch of at most {fits}"
+            fix = f"Use {less} and accumulate gradients, or {_recompute(context, usable)}."
         else:
             fix = f"Use a batch of at most {fits}."
         yield Proposal(
             place=Place(),
-            message=f"the step needs {size(memory.peak_bytes)}, {gpu.title} has {size(gpu.memory_bytes)}",
+            message=f"the step needs {size(memory.peak_bytes)}, {gpu.title} has {size(gpu.memory_bytes)}"
+            + (f", {size(usable)} of it for tensors" if memory.peak_bytes <= gpu.memory_bytes else ""),
             fix=fix,
             safety=UNSAFE,
             change=None,

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from math import prod
 from typing import Any
 
-from tilefit.ops import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Op, Step, StepOp, Streaming, TensorRef
+from tilefit.ops import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Site, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
+from tilefit.ops.operations import by_name
 from tilefit.rules.base import Edits
-from tilefit.rules.flow import copy_op, tensor_bytes
+from tilefit.rules.flow import copy_op, elements, is_add, tensor_bytes
 
-# Streaming operations whose inputs autocast widens to fp32. Batch normalisation is not among them: it
-# takes half inputs and keeps its statistics in fp32 (PyTorch, ATen/autocast_mode.h).
-_FP32_ROLES = ("normalization", "loss", "softmax", "reduction")
-_FP32_NAMES = (
-    "exp",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "expm1",
-    "pow",
-    "rsqrt",
-    "reciprocal",
-    "softplus",
-    "tan",
-)
+_LISTS = by_name("autocast")
+# Names of kernels, as those of the functions that autocast knows.
+_KERNEL = re.compile(r"^aten\._*(?:native_|fused_)?|(?:_kernel)?(?:_forward|_backward(?:_data)?)?_*$")
 
 
 def under_autocast(step: Step, half: str) -> Edits:
     """The operations that autocast to ``half`` changes, with the casts it adds, by index.
 
-    The element type of every tensor is followed through the step: products make half results, other
-    operations keep the widest type of their operands, and those on autocast's fp32 list make fp32.
+    The element type of every tensor is followed through the step: products make half results, what is on
+    autocast's fp32 lists makes fp32, and other operations keep the widest type of their operands. A gradient
+    has the type of what it is the gradient of.
     """
     replaced = _Autocast(step, half).run()
     if half == "fp16" and step.settings.training:
@@ -66,129 +57,102 @@ class _Autocast:
         self.step = step
         self.half = half
         self.dtypes: dict[int, str] = {}
-        self.weights: dict[int, TensorRef] = {}  # cast once, kept by autocast's cache
-        self.cast: dict[int, TensorRef] = {}  # half copies of fp32 activations, kept for the backward pass
-        self.cast_inputs: set[tuple[str, int]] = set()
+        self.copies: dict[tuple[int, str], TensorRef] = {}  # casts, by what is cast and into what
+        #: Types of what forward operations turned into another, by their site and name, and its elements.
+        self.turned: dict[tuple[Site, str, int], str] = {}
         self.next_id = 1 + max((ref.id for e in step.ops for ref in (*e.inputs, *e.outputs)), default=0)
 
     def run(self) -> Edits:
-        replaced = {}
-        for index, entry in enumerate(self.step.ops):
-            if entry.phase == OPTIMIZER:
-                continue
-            if not isinstance(entry.op, Streaming):
-                changed = self._product(entry)
-            else:
-                changed = self._streaming(entry, entry.op)
-            if changed != (entry,):
-                replaced[index] = changed
-        return replaced
+        entries = ((i, entry) for i, entry in enumerate(self.step.ops) if entry.phase != OPTIMIZER)
+        pairs = ((index, entry, self._changed(entry)) for index, entry in entries)
+        return {index: changed for index, entry, changed in pairs if changed != (entry,)}
 
-    def _current(self, ref: TensorRef) -> TensorRef:
-        dtype = self.dtypes.get(ref.id, ref.dtype)
-        return ref if dtype == ref.dtype else replace(ref, dtype=dtype)
-
-    def _copy(self, entry: StepOp, source: TensorRef, dtype: str) -> tuple[StepOp, TensorRef]:
-        result = replace(source, id=self.next_id, dtype=dtype)
-        self.next_id += 1
-        op = copy_op(source, result)
-        return StepOp(op, entry.phase, entry.site, "aten._to_copy", (source,), (result,)), result
-
-    def _product(self, entry: StepOp) -> tuple[StepOp, ...]:
-        if entry.op.dtype not in ("fp32", "tf32"):
+    def _changed(self, entry: StepOp) -> tuple[StepOp, ...]:
+        op = entry.op
+        if op.dtype not in ("fp32", "tf32"):
             return (entry,)
+        now = [replace(ref, dtype=self.dtypes.get(ref.id, ref.dtype)) for ref in entry.inputs]
+        listed = _LISTS.get(_name(entry), "")
+        reads_half = listed == "fp32_by_dtype" and not (op.category == "softmax" and self.half == "bf16")
         before: list[StepOp] = []
-        inputs = []
-        for ref in map(self._current, entry.inputs):
-            if ref.dtype == "fp32" and not _is_scalar(ref):
-                known = self.weights.get(ref.id) if ref.parameter else None
-                if entry.phase != FORWARD:
-                    known = known or self.cast.get(ref.id)
-                if known is None:
-                    copy, known = self._copy(entry, ref, self.half)
-                    before.append(copy)
-                    if ref.parameter:
-                        self.weights[ref.id] = known
-                    elif entry.phase == FORWARD:
-                        self.cast[ref.id] = known
-                        self.cast_inputs.add((entry.site.module, prod(ref.shape)))
-                ref = replace(known, shape=ref.shape)
-            inputs.append(ref)
-        op = _with_dtype(entry.op, self.half)
-        after: list[StepOp] = []
-        outputs = []
-        for ref in entry.outputs:
-            if ref.dtype != "fp32":
-                outputs.append(ref)
-                continue
-            made = replace(ref, dtype=self.half)
-            # The gradient of a cast casts back: of a weight always, of an activation where it was cast.
-            if entry.phase == BACKWARD_WEIGHT or (
-                entry.phase != FORWARD and (entry.site.module, prod(ref.shape)) in self.cast_inputs
-            ):
-                made = replace(made, id=self.next_id)
-                self.next_id += 1
-                after.append(
-                    StepOp(copy_op(made, ref), entry.phase, entry.site, "aten._to_copy", (made,), (ref,))
-                )
-            else:
-                self.dtypes[ref.id] = self.half
-            outputs.append(made)
-        product = replace(entry, op=op, inputs=tuple(inputs), outputs=tuple(outputs))
-        return (*before, product, *after)
-
-    def _streaming(self, entry: StepOp, op: Streaming) -> tuple[StepOp, ...]:
-        inputs = tuple(map(self._current, entry.inputs))
-        if inputs == entry.inputs:
-            return (entry,)
-        before: list[StepOp] = []
-        if self._is_fp32(entry, op):
+        if op.multiplies or listed == "lower_precision":
+            out = self.half
+            inputs = [self._cast(entry, ref, out, before) for ref in now]
+        elif listed.startswith("fp32"):
             out = "fp32"
-            # Softmax reads fp16 (not bf16) and computes in fp32 itself (ATen/native/SoftMax.cpp);
-            # gradients arrive in the type they need.
-            reads_half = op.role == "softmax" and self.half == "fp16"
-            if not reads_half and entry.phase == FORWARD:
-                widened = []
-                for ref in inputs:
-                    if ref.dtype == self.half:
-                        copy, ref = self._copy(entry, ref, "fp32")
-                        before.append(copy)
-                    widened.append(ref)
-                inputs = tuple(widened)
+            inputs = now if reads_half else [self._cast(entry, ref, out, before) for ref in now]
         else:
+            inputs, out = now, self._promoted(entry, now)
+        if listed and entry.phase != FORWARD:  # autograd's own run without autocast, on what was saved
             out = self._promoted(entry, inputs)
-        outputs = tuple(replace(ref, dtype=out) if ref.dtype == "fp32" else ref for ref in entry.outputs)
-        self.dtypes.update((ref.id, ref.dtype) for ref in outputs)
-        changed = replace(
-            op,
-            read_bytes=_scaled(op.read_bytes, entry.inputs, inputs),
-            write_bytes=_scaled(op.write_bytes, entry.outputs, outputs),
-            dtype=out if op.dtype == "fp32" else op.dtype,
-        )
-        return (*before, replace(entry, op=changed, inputs=inputs, outputs=outputs))
+        if entry.phase == FORWARD:
+            others = (ref for ref in now if ref.dtype in ("fp32", self.half) and ref.dtype != out)
+            self.turned |= {
+                (entry.site, _name(entry), elements(ref)): ref.dtype for ref in others if not ref.parameter
+            }
+        after: list[StepOp] = []
+        outputs = [self._made(entry, ref, out, after) for ref in entry.outputs]
+        if isinstance(op, Streaming):
+            op = replace(
+                op,
+                read_bytes=_scaled(op.read_bytes, entry.inputs, inputs),
+                write_bytes=_scaled(op.write_bytes, entry.outputs, outputs),
+            )
+        op = replace(op, dtype=out)  # type: ignore[type-var]
+        changed = replace(entry, op=op, inputs=tuple(inputs), outputs=tuple(outputs))
+        return (*before, changed, *after)
 
-    def _is_fp32(self, entry: StepOp, op: Streaming) -> bool:
-        short = entry.name.rpartition(".")[2]
-        if "batch_norm" in short:
-            return False
-        return op.role in _FP32_ROLES or short.split("_")[0] in _FP32_NAMES
+    def _cast(self, entry: StepOp, ref: TensorRef, dtype: str, before: list[StepOp]) -> TensorRef:
+        """An operand in another type, cast where that was not done yet."""
+        if not ref.shape or ref.dtype == dtype or ref.dtype not in ("fp32", self.half):
+            return ref
+        known = self.copies.get((ref.id, dtype))
+        if known is None and entry.phase != FORWARD and not entry.op.multiplies:
+            return ref
+        if known is None:
+            known = self.copies[ref.id, dtype] = self._copied(entry, ref, dtype, before)
+        return replace(known, shape=ref.shape)
 
-    def _promoted(self, entry: StepOp, inputs: tuple[TensorRef, ...]) -> str:
-        if "batch_norm" in entry.name:
-            return self.half
-        wide = any(ref.dtype == "fp32" and not _is_scalar(ref) for ref in inputs)
-        return "fp32" if wide else self.half
+    def _copied(self, entry: StepOp, ref: TensorRef, dtype: str, into: list[StepOp]) -> TensorRef:
+        result = replace(ref, id=self.next_id, dtype=dtype)
+        self.next_id += 1
+        into.append(StepOp(copy_op(ref, result), entry.phase, entry.site, "aten._to_copy", (ref,), (result,)))
+        return result
+
+    def _made(self, entry: StepOp, ref: TensorRef, dtype: str, after: list[StepOp]) -> TensorRef:
+        """A result in the type that it is made in; a gradient is then cast into its own."""
+        if ref.dtype != "fp32":
+            return ref
+        own = dtype
+        if entry.phase == BACKWARD_WEIGHT:
+            own = "fp32"
+        elif entry.phase != FORWARD and not is_add(entry):
+            own = self.turned.get((entry.site, _name(entry), elements(ref)), dtype)
+        made = replace(ref, dtype=dtype)
+        self.dtypes[ref.id] = own
+        if own == dtype:
+            return made
+        made = replace(made, id=self.next_id)
+        self.next_id += 1
+        back = replace(ref, dtype=own)
+        after.append(StepOp(copy_op(made, back), entry.phase, entry.site, "aten._to_copy", (made,), (back,)))
+        return made
+
+    def _promoted(self, entry: StepOp, inputs: list[TensorRef]) -> str:
+        if "batch_norm" in entry.name:  # keeps statistics and weights in fp32
+            return max(inputs, key=elements).dtype
+        # A bias that is added to what a layer's product made is cast with the weight.
+        own = is_add(entry) and entry.parameter.endswith("bias")
+        counted = (ref for ref in inputs if ref.shape and elements(ref) and not (own and ref.parameter))
+        return self.half if {"fp32", self.half} & {ref.dtype for ref in counted} == {self.half} else "fp32"
 
 
-def _is_scalar(ref: TensorRef) -> bool:
-    return not ref.shape
+def _name(entry: StepOp) -> str:
+    """What the function is called that an operation, or its gradient, is of; all products are one."""
+    return "" if entry.op.multiplies else _KERNEL.sub("", entry.name)
 
 
-def _with_dtype(op: Op, dtype: str) -> Op:
-    return replace(op, dtype=dtype)  # type: ignore[type-var]
-
-
-def _scaled(moved: int, old: tuple[TensorRef, ...], new: tuple[TensorRef, ...]) -> int:
+def _scaled(moved: int, old: Iterable[TensorRef], new: Iterable[TensorRef]) -> int:
     before = tensor_bytes(old)
     return round(moved * tensor_bytes(new) / before) if before else moved
 

@@ -51,7 +51,8 @@ class MixedPrecision(Rule):
         wide = [index for index in products if step.ops[index].op.dtype in ("fp32", "tf32")]
         flop: Counter[str] = Counter()
         for index in wide:
-            flop[step.ops[index].op.dtype] += step.ops[index].op.flop
+            op = step.ops[index].op
+            flop[op.dtype if gpu.supports(op.dtype) else "fp32"] += op.flop
         if step.settings.amp or half is None or 2 * flop.total() <= step.tensor_flop:
             return
         product_s = sum(estimate.ops[index].time_s for index in wide)

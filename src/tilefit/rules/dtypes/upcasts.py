@@ -155,6 +155,9 @@ def _region(flow: Flow, start: int) -> list[int] | None:
     kept = {ref.id for i in inside - ends for ref in step.ops[i].outputs}
     if not flow.returned.isdisjoint(kept):
         return None
+    # Several normalizations, as where gradients of many layers meet, are no one kernel.
+    if len({step.ops[i].site.module for i in inside if "native_" in step.ops[i].name}) > 1:
+        return None
     # Where several upcasts meet, as on an fp32 residual stream, fp32 is a choice and not a detour; a cast
     # alone has nothing to be fused with.
     if not ends or len(inside) < 3 or sum(_is_upcast(step.ops[i]) for i in inside) > 1:

@@ -40,7 +40,7 @@ class WeightCasts(Rule):
 
     def check(self, context: Context) -> Proposals:
         step = context.step
-        seen: set[str] = set()
+        seen: set[tuple[str, int, tuple[int, ...]]] = set()
         extra: list[int] = []
         for index, entry in enumerate(step.ops):
             if entry.phase == OPTIMIZER:
@@ -48,10 +48,11 @@ class WeightCasts(Rule):
             # What is computed again in the backward pass casts again, whatever regions there are.
             if entry.recomputed or not _is_weight_cast(entry):
                 continue
-            name = entry.inputs[0].parameter
-            if name in seen or not step.settings.training:
+            # Parts of a packed weight are cast one by one.
+            part = entry.inputs[0].parameter, entry.inputs[0].offset, entry.inputs[0].shape
+            if part in seen or not step.settings.training:
                 extra.append(index)
-            seen.add(name)
+            seen.add(part)
         if not extra:
             return
         entries = [step.ops[index] for index in extra]

@@ -21,6 +21,7 @@ from tilefit.rules.flow import (
 from tilefit.rules.layers import gemm
 from tilefit.rules.merging import one_product, one_stream
 from tilefit.rules.sites import pattern
+from tilefit.units import counted
 
 
 class ParallelProjections(Rule):
@@ -96,8 +97,9 @@ class ParallelProjections(Rule):
             f"the input is read once, not {len(outputs)} times"
         ]
         if any(call.backward_data is not None for call in first):
+            gone = counted(len(outputs) - 1, "addition")
             lines.append(
-                f"data gradients -> one {m}x{k}x{sum(outputs)}: {len(outputs) - 1} additions of {m}x{k} go; "
+                f"data gradients -> one {m}x{k}x{sum(outputs)}: {gone} of {m}x{k} go; "
                 f"a concatenation of {m}x{sum(outputs)} is new and counted"
             )
         return Proposal(
@@ -120,7 +122,8 @@ def groups(flow: Flow) -> Iterator[list[LinearCall]]:
         entry = step.ops[call.forward]
         op = gemm(step, call.forward)
         operand = flow.operand(call.forward)
-        if operand is None or op.batch != 1:
+        # A cell of torch.nn multiplies by its own weights.
+        if operand is None or op.batch != 1 or step.modules.get(entry.site.module, "").endswith("Cell"):
             continue
         parameter = step.parameters.get(call.layer.parameter)
         trained = parameter is None or parameter.trainable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Step, StepOp, Streaming
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
@@ -47,7 +48,7 @@ class ChannelsLast(Rule):
 
     def check(self, context: Context) -> Proposals:
         step = context.step
-        turned = channels_last(step)
+        turned = channels_last(step, context.gpu)
         if not turned:
             return
         place = context.place(turned)
@@ -78,14 +79,15 @@ class ChannelsLast(Rule):
         )
 
 
-def channels_last(step: Step) -> Edits:
-    """The convolutions that Tensor Cores would rather have in NHWC, in NHWC."""
+def channels_last(step: Step, gpu: Gpu) -> Edits:
+    """The convolutions that Tensor Cores would rather have in NHWC, in NHWC; CUDA cores take NCHW as well."""
     return {
         index: (replace(entry, op=replace(entry.op, channels_last=True)),)
         for index, entry in enumerate(step.ops)
         if isinstance(entry.op, Conv)
         and not entry.op.channels_last
         and entry.op.dtype in TENSOR_CORE_DTYPES
+        and gpu.supports(entry.op.dtype)
         and len(entry.op.input_size) > 1
     }
 

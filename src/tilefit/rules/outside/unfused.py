@@ -91,8 +91,8 @@ class Unfused(Rule):
             for entry, estimate in zip(ops.ops, estimates.ops, strict=True):
                 saved[_class(step, entry.site.module)] += sign * estimate.time_s
         ranked = sorted(saved.items(), key=lambda item: -item[1])
-        worst = [f"{name} {seconds(time_s)}" for name, time_s in ranked[:_WORST] if time_s > 0]
         least_s = _LEAST_SHARE * before.time_s
+        worst = [f"{name} {seconds(time_s)}" for name, time_s in ranked[:_WORST] if time_s > least_s]
         others = "".join(
             f"; {seconds(time_s)} of the saving is the compiler's own {what}"
             for what, time_s in others_s.items()
@@ -108,7 +108,7 @@ class Unfused(Rule):
             change=Change(step=fused, rewrite=fuse),
             arithmetic=(
                 f"streaming operations move {size(_moved(step))}; compiled {size(_moved(fused))}{others}",
-                f"most GPU time is saved in {', '.join(worst)}",
+                f"most GPU time is saved in {', '.join(worst)}" if worst else "launches are what is saved",
             ),
         )
 

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from tilefit.ops import Step, StepOp, Streaming
 from tilefit.ops.streaming import multi_tensor_launches
 from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.merging import instead
+from tilefit.rules.merging import instead, together
 from tilefit.units import count, counted, size
 
 #: So many alike from one line are a loop.
 _MANY = 8
 #: The share of them that have a parameter's shape.
 _OF_PARAMETERS = 0.9
-_ROLES = ("pointwise", "copy", "reduction", "other")
+#: What PyTorch has for lists of tensors: ``torch._foreach_…``, and with a ``_`` behind it in place.
+_FORMS = frozenset(
+    """abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min cos cosh div erf erfc exp expm1 floor
+    frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin
+    sinh sqrt sub tan tanh trunc""".split()
+)
+#: Functions that it has under another name, or in two parts.
+_OTHERWISE = {
+    "clamp": ("clamp_min_", "clamp_max_"),
+    "clone": ("copy_",),
+    "copy": ("copy_",),
+    "linalg_vector_norm": ("norm",),
+    "max": ("max",),
+    "relu": ("clamp_min_",),
+    "to_copy": ("copy_",),
+}
 
 
 class ParameterLoop(Rule):
@@ -29,7 +45,8 @@ class ParameterLoop(Rule):
     GPU has done it long before the next one arrives.
 
     Arithmetic: One operation for all tensors, in as few kernels as multi-tensor kernels need, that moves the
-    same bytes.
+    same bytes. What PyTorch has no such operation for, such as a comparison, `where` or random numbers, stays
+    in the loop.
 
     Example: `torch._foreach_lerp_(averaged, parameters, 1 - decay)` in place of a loop of `lerp_`;
     `torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay))` does that, and
@@ -81,15 +98,16 @@ class ParameterLoop(Rule):
         for source, loops in _loops(step).items():
             replaced: Edits = {}
             for indices in loops:
-                replaced |= instead(indices, _together(step, indices))
+                replaced |= instead(indices, *_together(step, indices))
             entries = [step.ops[index] for index in replaced]
             moved = sum(entry.op.moved_bytes for entry in entries)
             each = max(map(len, loops))
+            forms = dict.fromkeys(f"torch._foreach_{form}" for entry in entries for form in _forms(entry))
             yield Proposal(
                 place=Place(source=source),
                 message=f"a loop over {counted(each, 'tensor')} of the parameters' shapes: "
                 f"{', '.join(dict.fromkeys(entry.name.removeprefix('aten.') for entry in entries))}",
-                fix="Do it to all of them at once: torch._foreach_…, or PyTorch's own function.",
+                fix=f"Do it to all of them at once: {', '.join(forms)}; or PyTorch's own function.",
                 safety=SAFE,
                 change=Change(replaced),
                 arithmetic=(
@@ -97,6 +115,13 @@ class ParameterLoop(Rule):
                     f"{sum(step_op.op.kernels for ops in replaced.values() for step_op in ops)} kernels",
                 ),
             )
+
+
+def _forms(entry: StepOp) -> tuple[str, ...]:
+    """The multi-tensor functions that do an operation to many tensors; none where there are none."""
+    name = entry.name.removeprefix("aten.").lstrip("_")
+    bare = name.rstrip("_")
+    return _OTHERWISE.get(bare) or ((name,) if bare in _FORMS else ())
 
 
 def _loops(step: Step) -> dict[str, list[list[int]]]:
@@ -137,22 +162,16 @@ def _independent(step: Step, group: list[int]) -> list[list[int]]:
 
 
 def _may_be_looped(entry: StepOp) -> bool:
-    """Whether it is a small step of the program's own: not autograd's, and no zeroing, which GRD001 sees."""
-    if not isinstance(entry.op, Streaming) or entry.op.role not in _ROLES or not entry.op.read_bytes:
+    """Whether it is a small step of the program's own with a multi-tensor function: not autograd's, and no
+    zeroing, which GRD001 sees."""
+    if not isinstance(entry.op, Streaming) or not _forms(entry) or not entry.op.read_bytes:
         return False
     return not entry.site.module and not entry.phase.startswith("backward")
 
 
-def _together(step: Step, indices: list[int]) -> StepOp:
-    first = step.ops[indices[0]]
-    ops = [op for index in indices if isinstance(op := step.ops[index].op, Streaming)]
-    elements = sum(op.elements for op in ops)
-    op = Streaming(
-        ops[0].role,
-        elements,
-        sum(op.read_bytes for op in ops),
-        sum(op.write_bytes for op in ops),
-        ops[0].dtype,
-        kernels=multi_tensor_launches(op.elements for op in ops),
-    )
-    return StepOp(op, first.phase, first.site, f"foreach_{first.name.removeprefix('aten.')}")
+def _together(step: Step, indices: list[int]) -> list[StepOp]:
+    first, op = step.ops[indices[0]], together([step.ops[index] for index in indices]).op
+    assert isinstance(op, Streaming)
+    sizes = (op.elements for index in indices if isinstance(op := step.ops[index].op, Streaming))
+    op = replace(op, kernels=multi_tensor_launches(sizes), inner=0, strided=False, function="")
+    return [StepOp(op, first.phase, first.site, f"aten._foreach_{name}") for name in _forms(first)]

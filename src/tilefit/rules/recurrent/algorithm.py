@@ -99,7 +99,7 @@ class PersistentAlgorithm(Rule):
             if not changes:
                 continue
             replaced = exchanged(step, places, partial(_applied, changes=changes))
-            after = _applied(op, changes)[-1]
+            after = _applied(op, changes)[0]
             advice = _advice(op, changes)
             yield Proposal(
                 place=context.place(rows[0] for _, rows in places),
@@ -120,7 +120,7 @@ def cheapest_change(op: Recurrent, gpu: Gpu, directions: set[str]) -> str:
 
 
 def _advice(op: Recurrent, changes: list[_Change]) -> str:
-    after = _applied(op, changes)[-1]
+    after = _applied(op, changes)[0]  # the others read what this one makes
     return "; ".join(change.advice.format(op=after) for change in changes)
 
 

@@ -74,8 +74,8 @@ class PythonLoop(Rule):
             name = {"RNN_TANH": "RNN", "RNN_RELU": 'RNN(nonlinearity="relu")'}.get(layer.mode, layer.mode)
             yield Proposal(
                 place=Place.of(cells, sites=len(loops)),
-                message=f"a {layer.mode} cell runs {layer.seq_len} time steps in a Python loop, "
-                f"{kernels:,} kernels in all",
+                message=f"{'a' if layer.mode == 'GRU' else 'an'} {layer.mode} cell runs {layer.seq_len} time "
+                f"steps in a Python loop, {kernels:,} kernels in all",
                 fix=f"Use nn.{name} over the whole sequence; the cell's weights fit it.",
                 safety=SAFE,
                 change=Change(replaced),
