@@ -202,8 +202,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Of what was there when the step began, and is no model's, what has so many samples grows with them:
         the inputs of a call, a KV cache."""
         seen = (ref for entry in self.ops for ref in entry.inputs)
-        of_samples = {ref.id for ref in seen if ref.shape[:1] == (batch,)}
-        self._kept -= {number for number in of_samples if self._owners.get(number) == INPUTS}
+        self._grows({ref.id for ref in seen if ref.shape[:1] == (batch,)})
+
+    def let_inputs_grow(self, inputs: Iterable[torch.Tensor]) -> None:
+        """A call's inputs grow with the batch though they were there before the step; not so what they are a
+        part of, as of a data set on the GPU."""
+        whole = (t for t in inputs if self.memory_of(t).nbytes() == t.numel() * t.element_size())
+        self._grows(set(map(self.number_of, whole)))
+
+    def _grows(self, numbers: set[int]) -> None:
+        self._kept -= {number for number in numbers if self._owners.get(number) == INPUTS}
 
     @property
     def peak_bytes(self) -> int:

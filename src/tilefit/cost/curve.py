@@ -233,9 +233,10 @@ def curve(
     found = {}
     for size, each in zip(ordered, together, strict=True):
         times = [next(estimates) for _ in each]
-        ends = (sum(getattr(time, name) for time in times) for name in ("time_s", "low_s", "high_s"))
-        families = dict.fromkeys(time.kernel_family for time in times if time.kernel_family)
-        found[size] = Point(size, *ends, sum(product.flop for product in each), tuple(families))
+        time_s, low_s, high_s = map(sum, zip(*((p.time_s, p.low_s, p.high_s) for p in times), strict=True))
+        families = tuple(dict.fromkeys(time.kernel_family for time in times if time.kernel_family))
+        flop = sum(product.flop for product in each)
+        found[size] = Point(size, time_s, low_s, high_s, flop, families)
     return _curve(name, gpu, sizes, found, times[0].provenance)
 
 

@@ -59,8 +59,8 @@ class Estimate:
 
     def within(self, time_s: float, spread: float, floor: float = 0.0, **facts: Any) -> Estimate:
         """With another time, an interval of this half-width, as a factor minus one, and these fields."""
-        ends = {"low_s": max(time_s / (1 + spread), floor), "high_s": time_s * (1 + spread)}
-        return replace(self, time_s=time_s, **ends, **facts)
+        low_s, high_s = max(time_s / (1 + spread), floor), time_s * (1 + spread)
+        return replace(self, time_s=time_s, low_s=low_s, high_s=high_s, **facts)
 
 
 #: The host's launches are what a step waits for; a bound of a step, never of one operation.

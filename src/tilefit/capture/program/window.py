@@ -25,6 +25,8 @@ from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.words import described
+from tilefit.capture.trees import tensors
+from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import refuse_script
 from tilefit.ops import Settings, Step
 from tilefit.ops.program import Program
@@ -203,7 +205,9 @@ class Window:
             cudnn_benchmark=torch.backends.cudnn.benchmark,
             cuda_graph=modes.meetings.graphs or (compiled and modes.compiling.graphed),
         )
-        if not settings.training:
+        if settings.training:
+            modes.recorder.let_inputs_grow(t for t in tensors(inputs) if isinstance(t, CudaTensor))
+        else:
             modes.recorder.let_grow(batch)
         step = modes.step(settings, name, inputs, modes.unseen_notes)
         habits = self._habits.found()  # names events, too
