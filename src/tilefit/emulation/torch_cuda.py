@@ -176,7 +176,7 @@ def _graphs(device: Device) -> None:
     cuda = _torch.cuda
     cuda.CUDAGraph, cuda.graph = CUDAGraph, graph
     cuda.graph_pool_handle = lambda: (0, 0)
-    cuda.make_graphed_callables = lambda callables, *args, **kwargs: callables
+    cuda.make_graphed_callables = lambda callables, *args, **kwargs: device.watch.graphed(callables)
     cuda.is_current_stream_capturing = lambda: False
 
 

@@ -13,6 +13,8 @@ from unittest.mock import patch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tilefit.capture.program.events import Captured
+
 #: An optimizer that was made and has not stepped when another has stepped so often is not waited for.
 _PATIENCE = 12
 
@@ -25,14 +27,19 @@ class StepFinder:
     steps where a backward pass ends, and one that has trained nothing so far where it calls a model again
     from the same line: of several models that of which this is seen first, so that each runs in the step.
 
+    Before a program captures a CUDA graph it takes a few steps without one, on a stream of their own. They
+    are the step only where nothing follows them: the graph's replays, if the optimizer steps in it, or the
+    steps around them.
+
     Args:
         skip: Steps before it begins.
         steps: Steps until it ends.
         on_begin: Told when it begins.
         on_end: Told when it ends.
         on_first: Told where the first of all calls ends: at the next of the same model.
-        on_call: Told whenever a model was called again since a step of calls had ended.
+        on_call: Told whenever a model was called, or an optimizer stepped, again since the step had ended.
         line: The line of the program that is running.
+        is_aside: Whether the program is on another stream than the first.
     """
 
     def __init__(
@@ -44,9 +51,15 @@ class StepFinder:
         on_first: Callable[[], None],
         on_call: Callable[[], None],
         line: Callable[[], str],
+        is_aside: Callable[[], bool] = lambda: False,
     ) -> None:
         self._skip, self._steps = skip, steps
         self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
+        self._is_aside = is_aside
+        #: The CUDA graph that is being captured, how often one was replayed in which an optimizer steps, and
+        #: with which replay the step begins.
+        self._graph: Captured | None = None
+        self._replays = self._replayed_from = 0
         self._on_first: Callable[[], None] | None = on_first
         #: How often which model was called from which line, and what was called when the step began last.
         self._calls: Counter[tuple[int, str]] = Counter()
@@ -68,7 +81,13 @@ class StepFinder:
     @property
     def taken(self) -> int:
         """Steps so far: of the optimizer that made most."""
-        return max(self._counts.values(), default=self._backwards or self._calls[self._called])
+        steps = max(self._counts.values(), default=self._backwards or self._calls[self._called])
+        return steps + self._replays
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the step that has ended is the program's, whatever follows."""
+        return not (self.infers or (self._is_aside() and not self._replays))
 
     @property
     def infers(self) -> bool:
@@ -122,6 +141,9 @@ class StepFinder:
         The step begins wherever one was called more often than any so far: where the program ends early, the
         last of its calls is the step.
         """
+        if isinstance(model, Captured) and model.optimizers:
+            self._replayed(model)
+            return
         trains = getattr(model, "training", False) and torch.is_grad_enabled()
         if not self.infers:
             return
@@ -147,7 +169,29 @@ class StepFinder:
             self._called, self._called_at = key, count
             self._on_begin()
 
+    def capturing(self, graph: Captured) -> None:
+        """A CUDA graph is captured from now on: the step begins anew behind it."""
+        self._graph = graph
+        if self._anchor is not None:
+            self._begun_at = self._counts[self._anchor] + 1
+
+    def captured(self) -> None:
+        """The capture has ended."""
+        self._graph = None
+
+    def _replayed(self, graph: Captured) -> None:
+        self._replays += 1
+        self._replayed_from = self._replayed_from or (self._replays if self.taken > self._skip else 0)
+        if self._replays == self._replayed_from:
+            self.stepped = list(graph.optimizers)
+            self._on_begin()
+        elif self._replayed_from and self._replays == self._replayed_from + self._steps:
+            self._on_end()
+
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._graph is not None:
+            self._graph.optimizers.append(optimizer)
+            return
         self._counts[id(optimizer)] += 1
         if not any(optimizer is each for each in self.stepped):
             self.stepped.append(optimizer)
@@ -164,6 +208,8 @@ class StepFinder:
         return any(not self._counts[id(each)] and _trained(each) - stepped for each in self._made)
 
     def _passed_backward(self) -> None:
+        if self._graph is not None:
+            return
         self.backwards += 1
         self._backwards += 1
         if not self._counts and not self.is_to_train:
@@ -177,6 +223,8 @@ class StepFinder:
             self._on_begin()
         elif count == self._begun_at + self._steps:
             self._on_end()
+        elif count > self._begun_at + self._steps:
+            self._on_call()
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -73,7 +73,7 @@ def capture_program(
                 overlaid(options.sources),
             ):
                 error = _run(options, around)
-            result = capture.of_calls(error) or error or _no_step(capture.finder, options)
+            result = capture.so_far(error) or error or _no_step(capture.finder, options)
     except TilefitError as refused:
         result = refused
     done(result)
@@ -205,13 +205,15 @@ class _Capture:
             self._begin,
             self._end,
             self._first_ended,
-            self._still_called,
+            self._went_on,
             modes.sites.source_line,
+            lambda: modes.meetings.is_aside,
         )
+        modes.meetings.on_capture, modes.meetings.on_captured = self.finder.capturing, self.finder.captured
         #: Of what trains nothing, the first call of its model.
         self._first: Step | TilefitError | None = None
-        #: The step of a program that has trained nothing yet, and when to stop waiting for it to.
-        self._of_calls: Step | TilefitError | None = None
+        #: The step of a program that has trained nothing yet, or warms up, and when to stop waiting for more.
+        self._so_far: Step | TilefitError | None = None
         self._until_s = 0.0
 
     def _begin(self) -> None:
@@ -222,31 +224,40 @@ class _Capture:
     def _end(self) -> None:
         # Within the program, which may catch whatever is raised.
         result = self._result()
-        if not self.finder.infers:
+        if self.finder.is_settled:
             self.done(result)
-        self._of_calls, self._until_s = result, time.monotonic() + _PATIENCE_S
-        if isinstance(result, Step) and not self.finder.is_to_train:
-            self.keep(replace(result, notes=(*result.notes, _WENT_ON)))
+        self._so_far, self._until_s = result, time.monotonic() + _PATIENCE_S
+        if isinstance(result, Step) and not self._is_to_train:
+            note = (_WENT_ON,) if self.finder.infers else ()
+            self.keep(replace(result, notes=(*result.notes, *note)))
 
     def _first_ended(self) -> None:
         self._first = self._result()
         self.window.begin()
 
-    def _still_called(self) -> None:
-        if time.monotonic() > self._until_s and not self.finder.is_to_train:
-            assert self._of_calls is not None
-            self.done(self._of_calls)
+    @property
+    def _is_to_train(self) -> bool:
+        """Whether it has trained nothing, and will."""
+        return self.finder.infers and self.finder.is_to_train
 
-    def of_calls(self, error: TilefitError | None) -> Step | TilefitError | None:
-        """What came of a program that has ended, with this error, and has trained nothing; None of others."""
-        if not (self.finder.infers and self.finder.taken):
+    def _went_on(self) -> None:
+        if time.monotonic() > self._until_s and not self._is_to_train:
+            assert self._so_far is not None
+            self.done(self._so_far)
+
+    def so_far(self, error: TilefitError | None) -> Step | TilefitError | None:
+        """What came of a program that has ended, with this error, and has trained nothing, or only as if to
+        warm up; None of others."""
+        if not self.finder.infers:
+            return error or self._so_far
+        if not self.finder.taken:
             return None
-        if self._of_calls is None or (error and self.finder.was_to_train):
+        if self._so_far is None or (error and self.finder.was_to_train):
             return error or self._result()
-        if error and isinstance(self._of_calls, Step):
+        if error and isinstance(self._so_far, Step):
             note = f"Behind the step the program failed: {error.what} ({error.where})."
-            return replace(self._of_calls, notes=(*self._of_calls.notes, note))
-        return self._of_calls
+            return replace(self._so_far, notes=(*self._so_far.notes, note))
+        return self._so_far
 
     def _result(self) -> Step | TilefitError:
         with torch._C.DisableTorchFunction():

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.distributed import per_machine, rank, ranks, split_modules, version
+from tilefit.capture.program.events import Captured
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
@@ -83,7 +84,7 @@ class Window:
     def watching(self, told: Callable[[object], None] = lambda model: None) -> Iterator[None]:
         """Within the block, which is to be around the whole run, habits of the program and its calls of
         models are noticed; ``told`` gets each model, or CUDA graph, that is about to run."""
-        window, call, sites = self, nn.Module.__call__, self._modes.sites
+        window, call, modes, sites = self, nn.Module.__call__, self._modes, self._modes.sites
 
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """PyTorch's profiler, recording stacks, takes what is named ``self`` here for the module."""
@@ -92,11 +93,12 @@ class Window:
             if isinstance(self, torch.jit.ScriptModule):
                 refuse_script()
             told(self)
-            if window._modes.recorder.muted:
+            if modes.recorder.muted:
                 return call(self, *args, **kwargs)
-            window._called[type(_unwrapped(self)).__name__] += 1
-            trains = self.training and torch.is_grad_enabled()
-            inputs = None if window._is_trained else _named(self, args, kwargs)
+            trains, graph = self.training and torch.is_grad_enabled(), modes.meetings.capturing
+            if graph is None:
+                window._called[type(_unwrapped(self)).__name__] += 1
+            inputs = None if window._is_trained and graph is None else _named(self, args, kwargs)
             number, place = next(window._numbers), sites.source_call()
             made = _Call(number, id(self), window._chunk, version(self), place, inputs)
             out = call(self, *args, **kwargs)
@@ -106,11 +108,17 @@ class Window:
             window._models.setdefault(id(self), (self, place))
             if trains:
                 window._call = window._call or made
+            if graph is not None:
+                graph.calls.append(made)
             return out
 
-        def replaying(graph: object) -> None:
+        def replaying(graph: Captured) -> None:
             told(graph)
             window._called["a CUDA graph"] += 1
+            if graph.calls:
+                window._first = window._first or graph.calls[0]
+            modes.autocast.seen = modes.autocast.seen or graph.autocast
+            modes.saved_bytes = max(modes.saved_bytes, graph.saved_bytes)
 
         with (
             self._habits.watching(),
@@ -178,6 +186,7 @@ class Window:
         batch = batch_of(inputs, modes.recorder.ops)
         passes = max(map(_on_first_weights, self._passes.values()), default=1) if len(stepped) <= 1 else 1
         modes.count_optimizer_state()
+        modes.recorder.mark_replayed_backward()
         compiled = modes.compiling.share >= 0.5
         settings = Settings(
             training=training,
@@ -188,7 +197,7 @@ class Window:
             channels_last=modes.channels_last_seen,
             compiled=compiled,
             cudnn_benchmark=torch.backends.cudnn.benchmark,
-            cuda_graph=modes.meetings.graphs or (compiled and modes.compiling.graphed),
+            cuda_graph=compiled and modes.compiling.graphed,
         )
         if not settings.training:
             modes.recorder.let_grow(batch)
