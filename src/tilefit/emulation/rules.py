@@ -181,6 +181,10 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     x, indices, *rest = args
     if not isinstance(x, CudaTensor):
         return NotImplemented
+    mask = _filled(*args)
+    if mask is not None:
+        fill = aten.masked_fill_ if func._schema.name.endswith("_") else aten.masked_fill
+        return fill.Scalar(x, mask, rest[0].item())
     numbers: list[Any] = []
     for index in indices:
         if is_tensor(index) and index.dtype in (torch.bool, torch.uint8):
@@ -191,6 +195,26 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if is_tensor(index) and not isinstance(index, CudaTensor):
             device.copied(TO_GPU, index, False)
     return device.launch(func, (x, numbers, *rest), kwargs, from_host=True)
+
+
+def _filled(
+    x: torch.Tensor,
+    indices: list[Any],
+    values: torch.Tensor | None = None,
+    accumulate: bool = False,
+    *unsafe: bool,
+) -> torch.Tensor | None:
+    """The mask of ``x[mask] = 3``, of one number of the host's: CUDA fills without asking where it holds.
+
+    As PyTorch does (ATen/native/TensorAdvancedIndexing.cpp, ``canDispatchToMaskedFill``).
+    """
+    masks = [index for index in indices if is_tensor(index)]
+    if accumulate or values is None or values.numel() != 1 or isinstance(values, CudaTensor):
+        return None
+    if len(masks) != 1 or masks[0].dtype not in (torch.bool, torch.uint8):
+        return None
+    behind = x.dim() - len(indices) + 1 - masks[0].dim()
+    return masks[0][(..., *(None,) * behind)] if isinstance(masks[0], CudaTensor) else None
 
 
 # ---- sparse matrices -------------------------------------------------------------------------------
