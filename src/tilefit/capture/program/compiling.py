@@ -41,6 +41,8 @@ class Compiling:
         self._ops = ops
         self.whole = self.flex = self.graphed = self._scripted = False
         self._depth = self._since = self._counted = 0
+        #: Classes of PyTorch's of which ``model.compile()`` was asked.
+        self._left: dict[str, None] = {}
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -86,7 +88,20 @@ class Compiling:
         if isinstance(model, nn.Module):
             model._compiled_call_impl = self._followed(model._call_impl)
             return model
+        if getattr(model, "__func__", None) is nn.Module._call_impl and _is_pytorchs(model.__self__):
+            self._left[type(model.__self__).__name__] = None
+            self._in_place(model.__self__)
+            return None  # what it is called by then
         return self._followed(model)
+
+    def _in_place(self, model: nn.Module) -> None:
+        """``model.compile()`` of a class of PyTorch's own starts in code that the compiler leaves to Python:
+        no more of it is compiled than what others wrote inside."""
+        for part in model.children():
+            if _is_pytorchs(part):
+                self._in_place(part)
+            else:
+                part._compiled_call_impl = self._followed(part._call_impl)
 
     def _followed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -126,11 +141,20 @@ class Compiling:
     def notes(self) -> list[str]:
         """What is to be said where a part of the step is compiled."""
         notes = ["What is TorchScript runs as Python: what it fuses is not."] if self._scripted else []
+        notes += [
+            f"{name}.compile() compiles nothing of PyTorch's own classes; torch.compile(model) does."
+            for name in self._left
+        ]
         if _LITTLE < self.share < _MOST:
             taken = "compiled" if self.share >= 0.5 else "not compiled"
             covered = units.share(self.share)
             notes.append(f"torch.compile covers {covered} of the forward operations: all count as {taken}.")
         return notes
+
+
+def _is_pytorchs(module: nn.Module) -> bool:
+    """Whether what a module computes is written in PyTorch."""
+    return str(getattr(module.forward, "__module__", "")).startswith("torch.")
 
 
 def is_on_gpu(module: nn.Module) -> bool:

@@ -54,6 +54,8 @@ class Habits:
         #: Calls in eval mode whose graph may yet be used, by model, and those whose graph never was, by line.
         self._pending: dict[int, list[str]] = {}
         self._evaluations: Counter[str] = Counter()
+        #: Lines of backward passes that are to be differentiated themselves.
+        self._differentiated: dict[str, None] = {}
         #: Whether the next backward pass sums the gradients over all ranks, and how many did since a step.
         self._sums = ""
         self._summed: list[tuple[str, list[tuple[int, int]]]] = []
@@ -88,6 +90,7 @@ class Habits:
                 for line, unused in self._searched.items()
                 if not unused
             ]
+            + [Habit("differentiates_backward", Site("", line)) for line in self._differentiated]
         )
 
     def _checks(self) -> list[tuple[int, int]]:
@@ -121,6 +124,10 @@ class Habits:
             scaled = torch.amp.GradScaler._maybe_opt_step
 
             def run_backward(*args: Any, **kwargs: Any) -> Any:
+                *_, creates_graph = args[:4]  # of outputs, gradients, retain_graph, create_graph
+                # Transforms of torch.func always ask for it, and compile nothing.
+                if creates_graph and torch._C._functorch.peek_interpreter_stack() is None:
+                    self._differentiated[self._line()] = None
                 out = self._within(_ANOMALY, engine, *args, **kwargs)
                 self.backwards += bool(kwargs.get("accumulate_grad"))
                 self._passed_backward()
