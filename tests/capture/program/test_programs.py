@@ -13,7 +13,7 @@ from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.errors import TilefitError
 from tilefit.ops import OPTIMIZER, Attention, Step
-from tilefit.ops.program import TO_GPU, WAIT
+from tilefit.ops.program import TO_GPU, TO_HOST, WAIT
 from tilefit.options import ProgramOptions, TargetOptions
 
 _NET = """
@@ -484,6 +484,71 @@ def test_what_is_differentiated_twice_is_not_advised_to_be_compiled(tmp_path: Pa
     (gpu,) = resolve("h100-sxm")
     found = {each.code for each in Assessment(step, gpu).findings}
     assert ("NTC001" in found) != many
+
+
+def test_samples_that_a_transform_maps_over_are_the_batch(tmp_path: Path) -> None:
+    """Per-sample gradients: of what the model is called with inside, all samples are one."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch.func import functional_call, grad, vmap
+
+net = torch.nn.Linear(16, 4).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def loss(parameters, x, y):
+    return torch.nn.functional.cross_entropy(functional_call(net, parameters, (x[None],)), y[None])
+
+for _ in range(4):
+    x, y = torch.randn(32, 16, device="cuda"), torch.randint(0, 4, (32,), device="cuda")
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+    each = vmap(grad(loss), (None, 0, 0))(parameters, x, y)
+    for name, p in net.named_parameters():
+        p.grad = each[name].mean(0)
+    optimizer.step()
+""",
+    )
+    assert (step.batch, step.parameter_count) == (32, 68)
+    assert step.inputs == ("input: float32[32,1,16]",)
+
+
+def test_what_is_saved_is_copied_to_the_host_each_memory_once(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(64, 32).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+for number in range(4):
+    net(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    states = {"net": net.state_dict(), "same": net.weight.T, "optimizer": optimizer.state_dict()}
+    torch.save(states, "last.pt")
+""",
+    )
+    assert step.program is not None
+    sizes = [event.bytes for event in step.program.events if event.kind == TO_HOST and event.blocks]
+    assert sorted(sizes) == [128, 128, 8192, 8192]
+
+
+def test_a_list_of_the_gpu_s_numbers_is_read_one_by_one(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(64, 32).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    losses = [net(torch.randn(8, 64, device="cuda")).pow(n).mean() for n in (1, 2)]
+    sum(losses).backward()
+    optimizer.step()
+    print(torch.tensor(losses).mean().item(), torch.tensor([3, losses[0]], device="cuda").shape)
+""",
+    )
+    assert step.program is not None
+    kinds = [event.kind for event in step.program.events]
+    assert kinds == [WAIT] * 3 + [TO_GPU]
 
 
 _TWO_UPDATES = """

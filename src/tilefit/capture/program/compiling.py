@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tilefit import units
-from tilefit.capture.trees import own_part
+from tilefit.capture.trees import own_part, untransformed
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.ops import FORWARD, StepOp
 
@@ -162,4 +162,4 @@ def is_on_gpu(module: nn.Module) -> bool:
     # Quantized weights are buffers, and so are a loss's weights of classes.
     buffers = () if isinstance(module, nn.modules.loss._Loss) else module.buffers()
     held = chain(module.parameters(), buffers)
-    return any(isinstance(own_part(each), CudaTensor) for each in held)
+    return any(isinstance(own_part(untransformed(each)), CudaTensor) for each in held)

@@ -15,9 +15,9 @@ from tilefit.capture.fused import REPLACEMENTS
 from tilefit.capture.program.ring import LENGTH, ring, ring_attention
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
-from tilefit.capture.trees import own_part
+from tilefit.capture.trees import own_part, untransformed
 from tilefit.emulation.tensor import CudaTensor
-from tilefit.emulation.values import leaves
+from tilefit.emulation.values import leaves, mapped
 from tilefit.errors import CaptureError
 from tilefit.ops import FORWARD, StepOp
 
@@ -102,8 +102,13 @@ class Recorded:
 def _inner(tensor: torch.Tensor) -> torch.Tensor:
     """What lies on ``meta``, of a tensor that is spread over several processes this one's part."""
     if not isinstance(tensor, CudaTensor):
-        tensor = own_part(tensor)
+        tensor = own_part(untransformed(tensor))
     return tensor.on_meta if isinstance(tensor, CudaTensor) else tensor
+
+
+def _number(leaf: Any) -> Any:
+    """What a list of numbers is made of where one is the GPU's: it is read."""
+    return leaf.tolist() if isinstance(leaf, CudaTensor) else leaf
 
 
 class ProgramCalls(SemanticMode):
@@ -138,6 +143,8 @@ class ProgramCalls(SemanticMode):
             if result is not NotImplemented:
                 return result
         self.asking = name
+        if name in ("tensor", "as_tensor") and args and isinstance(args[0], list | tuple):
+            args = (mapped(args[0], _number), *args[1:])
         return func(*args, **kwargs)
 
     def _is_ring(self, query: Any, args: Any, kwargs: Any) -> bool:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.distributed import per_machine, rank, ranks, split_modules, version
@@ -25,6 +25,7 @@ from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.words import described
+from tilefit.capture.trees import untransformed
 from tilefit.emulation.torch_cuda import refuse_script
 from tilefit.ops import Settings, Step
 from tilefit.ops.program import Program
@@ -264,4 +265,4 @@ def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:
     flat: dict[str, Any] = {}
     for name, value in bound.items():
         flat.update(value if isinstance(value, dict) and name not in ("args",) else {name: value})
-    return flat
+    return tree_map(untransformed, flat)
