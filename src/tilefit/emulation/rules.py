@@ -42,7 +42,8 @@ def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("equal")
 def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    return torch.equal(*(device.read(each, "equal") for each in args))
+    device.watch.waited("equal")
+    return torch.equal(*(device.told(each, "equal") for each in args))
 
 
 @_rule("_is_all_true")
@@ -156,6 +157,27 @@ def _bincount(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     counted = torch.ones((), dtype=out.dtype, device=META).expand(numbers.shape)
     device.watch.launch(aten.scatter_add_.default, (zeros, 0, numbers.long(), counted), {})
     return _of_host(out, args[0])
+
+
+@_rule("multinomial")
+def _multinomial(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Drawn without replacement, or once, CUDA reads whether these are probabilities and whether all are zero
+    (PyTorch, ATen/native/Distributions.cpp); ``Categorical.sample`` draws so."""
+    _, count, replacement = (*args, kwargs.get("num_samples"), kwargs.get("replacement", False))[:3]
+    if isinstance(args[0], CudaTensor) and (count == 1 or not replacement):
+        for _ in range(2):
+            device.watch.waited("multinomial")
+    return NotImplemented
+
+
+@_rule("_linalg_check_errors")
+def _checked_solution(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Solvers and factorizations read whether they have succeeded (PyTorch,
+    ATen/native/BatchLinearAlgebra.cpp)."""
+    if isinstance(args[0], CudaTensor):
+        device.watch.launch(aten.any.default, (args[0].on_meta,), {})
+        device.watch.waited("linalg")
+    return None
 
 
 @_rule("repeat_interleave")

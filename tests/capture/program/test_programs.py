@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -549,6 +550,29 @@ for _ in range(4):
     assert step.program is not None
     kinds = [event.kind for event in step.program.events]
     assert kinds == [WAIT] * 3 + [TO_GPU]
+
+
+def test_what_draws_and_solves_reads_whether_it_may_and_has(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(16, 16).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    scores = net(torch.randn(8, 16, device="cuda"))
+    scores.sum().backward()
+    optimizer.step()
+    torch.distributions.Categorical(logits=scores, validate_args=False).sample()
+    torch.multinomial(scores.softmax(-1), 3, replacement=True)
+    torch.linalg.cholesky(scores.T @ scores)
+    torch.linalg.cholesky_ex(scores.T @ scores)
+    torch.equal(scores, scores + 1)
+""",
+    )
+    assert step.program is not None
+    waits = Counter(event.name for event in step.program.events)
+    assert waits == {"multinomial": 2, "linalg": 1, "equal": 1}
 
 
 _TWO_UPDATES = """
