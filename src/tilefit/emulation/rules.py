@@ -159,14 +159,13 @@ def _bincount(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return _of_host(out, args[0])
 
 
-@_rule("multinomial")
-def _multinomial(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Drawn without replacement, or once, CUDA reads whether these are probabilities and whether all are zero
-    (PyTorch, ATen/native/Distributions.cpp); ``Categorical.sample`` draws so."""
-    _, count, replacement = (*args, kwargs.get("num_samples"), kwargs.get("replacement", False))[:3]
-    if isinstance(args[0], CudaTensor) and (count == 1 or not replacement):
+@_rule("histc")
+def _histc(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Without bounds CUDA reads the least and the most (measured on an H100, PyTorch 2.11)."""
+    _, _, least, most = (*args, *(kwargs.get(name, 0) for name in ("bins", "min", "max")[len(args) - 1 :]))
+    if isinstance(args[0], CudaTensor) and least == most:
         for _ in range(2):
-            device.watch.waited("multinomial")
+            device.watch.waited("histc")
     return NotImplemented
 
 
@@ -187,6 +186,7 @@ def _repeat_interleave(device: Device, func: Any, args: Any, kwargs: Any) -> Any
     size = kwargs.get("output_size")
     if size is not None:
         return NotImplemented
+    device.watch.waited("repeat_interleave")  # twice in all, as measured on an H100 (PyTorch 2.11)
     return _of_host(torch.repeat_interleave(device.read(args[0], "repeat_interleave")), args[0])
 
 

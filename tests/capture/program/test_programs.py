@@ -552,7 +552,8 @@ for _ in range(4):
     assert kinds == [WAIT] * 3 + [TO_GPU]
 
 
-def test_what_draws_and_solves_reads_whether_it_may_and_has(tmp_path: Path) -> None:
+def test_calls_wait_as_often_as_on_a_gpu(tmp_path: Path) -> None:
+    """As ``torch.cuda.set_sync_debug_mode`` told on an H100 (PyTorch 2.11)."""
     step = _run(
         tmp_path,
         """
@@ -568,11 +569,13 @@ for _ in range(4):
     torch.linalg.cholesky(scores.T @ scores)
     torch.linalg.cholesky_ex(scores.T @ scores)
     torch.equal(scores, scores + 1)
+    torch.histc(scores), torch.histc(scores, 10, -1.0, 1.0)
+    torch.repeat_interleave(scores, torch.zeros(8, dtype=torch.long, device="cuda"), dim=0)
 """,
     )
     assert step.program is not None
     waits = Counter(event.name for event in step.program.events)
-    assert waits == {"multinomial": 2, "linalg": 1, "equal": 1}
+    assert waits == {"linalg": 1, "equal": 1, "histc": 2, "repeat_interleave": 2}
 
 
 _TWO_UPDATES = """
