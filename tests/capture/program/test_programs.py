@@ -568,6 +568,7 @@ for _ in range(4):
     torch.multinomial(scores.softmax(-1), 3, replacement=True)
     torch.linalg.cholesky(scores.T @ scores)
     torch.linalg.cholesky_ex(scores.T @ scores)
+    torch.linalg.svd(scores), torch.linalg.eigh(scores.T @ scores), torch.linalg.pinv(scores)
     torch.equal(scores, scores + 1)
     torch.histc(scores), torch.histc(scores, 10, -1.0, 1.0)
     torch.repeat_interleave(scores, torch.zeros(8, dtype=torch.long, device="cuda"), dim=0)
@@ -575,7 +576,7 @@ for _ in range(4):
     )
     assert step.program is not None
     waits = Counter(event.name for event in step.program.events)
-    assert waits == {"linalg": 1, "equal": 1, "histc": 2, "repeat_interleave": 2}
+    assert waits == {"linalg": 1 + 2 + 1 + 2, "equal": 1, "histc": 2, "repeat_interleave": 2}
 
 
 _TWO_UPDATES = """
