@@ -236,6 +236,34 @@ def test_a_module_begins_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert program_file("package.sub", True) == tmp_path / "package" / "sub" / "__main__.py"
 
 
+def test_a_model_that_compile_would_leave_as_it_is_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""\
+import torch
+
+layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(8)]
+net = torch.nn.Sequential(*layers).to("cuda")
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(4):
+    net(torch.randn(8, 256, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    request = FixRequest(
+        target="train.py",
+        options=TargetOptions(),
+        gpu=resolve("h200")[0],
+        selection=Selection(select=("NTC001",)),
+        program=ProgramOptions("train.py"),
+    )
+    session = ProgramFixSession(request)
+    assert session.patches.made == ()
+    (left,) = session.patches.by_hand
+    assert "torch.compile(model) does" in left.reason
+
+
 def test_a_changed_program_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = """\

@@ -105,7 +105,7 @@ def failure(error: Exception | SystemExit, script: str, hint: str) -> TargetErro
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         where = f"{short_path(error.filename)}:{error.lineno}"
         return TargetError(f"{type(error).__name__}: {error.msg}", where=where)
-    said = str(error).strip() or next((f.line for f in user_frames(error)[-1:]), "")
+    said = str(error).strip().partition("\n\n")[0] or next((f.line for f in user_frames(error)[-1:]), "")
     return TargetError(f"{type(error).__name__}: {said}", where=user_line(error) or script, hint=hint)
 
 

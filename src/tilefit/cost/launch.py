@@ -150,7 +150,8 @@ def around_s(step: Step) -> Iterator[float]:
     In the forward pass of a training step, for the modules that are left and entered before it; in the
     backward pass, for the gradients of its module's parameters, which are accumulated when it gets there; in
     the optimizer, for an equal share of the parameters. A graph, the compiler's or CUDA's, knows neither
-    modules nor parameters. Layers that are compiled each for itself are shared by the forward operations.
+    modules nor parameters, nor does what is replayed. Layers that are compiled each for itself are shared by
+    the forward operations.
     """
     eager = not step.settings.compiled and not step.settings.cuda_graph
     trained = _trained(step)
@@ -160,7 +161,9 @@ def around_s(step: Step) -> Iterator[float]:
     module = None
     for entry in step.ops:
         around = 0.0
-        if entry.phase == OPTIMIZER:
+        if entry.replayed:
+            pass
+        elif entry.phase == OPTIMIZER:
             around = update_s * len(trained) / count[OPTIMIZER]
         elif eager and entry.phase == FORWARD:
             around = MODULE_S * (step.settings.training and entry.site.module != module)

@@ -197,10 +197,11 @@ def _launches(step: Step, device: PricedGpu) -> Iterator[_Launched]:
     wrappers_s = _of_wrappers(step)
     for index, (entry, around) in enumerate(zip(step.ops, around_s(step), strict=True)):
         part = entry.phase.partition("-")[0]
-        first_s = 0.0 if part in begun else begin_s(part, step)
+        first_s = 0.0 if part in begun or entry.replayed else begin_s(part, step)
         begun.add(part)
-        # The loss and the optimizer are outside of the graphs.
-        replayed = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
+        # The loss and the optimizer are outside of the graphs of a model's parts.
+        of_parts = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
+        replayed = entry.replayed or of_parts
         kernels, launch_s = launch(entry.op, entry.phase, device, step.settings)
         launch_s, idle_s = (GRAPHED_S, GRAPHED_S) if replayed else (launch_s, IDLE_S * kernels)
         yield _Launched(around + first_s + launch_s + wrappers_s[index], idle_s)

@@ -67,6 +67,9 @@ class Watch(Protocol):
     def captured(self) -> AbstractContextManager[object]:
         """Within the block a CUDA graph is captured, instead of anything running."""
 
+    def graphed(self, callables: Any) -> Any:
+        """The callables, whose calls replay CUDA graphs."""
+
     def replayed(self, captured: Any) -> None:
         """What :meth:`captured` returned runs."""
 

@@ -42,7 +42,8 @@ def _item(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("equal")
 def _equal(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    return torch.equal(*(device.read(each, "equal") for each in args))
+    device.watch.waited("equal")
+    return torch.equal(*(device.told(each, "equal") for each in args))
 
 
 @_rule("_is_all_true")
@@ -158,6 +159,37 @@ def _bincount(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return _of_host(out, args[0])
 
 
+@_rule("histc")
+def _histc(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Without bounds CUDA reads the least and the most (measured on an H100, PyTorch 2.11)."""
+    _, _, least, most = (*args, *(kwargs.get(name, 0) for name in ("bins", "min", "max")[len(args) - 1 :]))
+    if isinstance(args[0], CudaTensor) and least == most:
+        for _ in range(2):
+            device.watch.waited("histc")
+    return NotImplemented
+
+
+#: How often these wait: measured on an H100 (PyTorch 2.11, ``torch.cuda.set_sync_debug_mode``).
+_FACTORIZATIONS = {"_linalg_svd": 2, "_linalg_eigh": 1, "linalg_eig": 3, "linalg_lstsq": 1, "linalg_pinv": 2}
+
+
+@_rule(" ".join(_FACTORIZATIONS))
+def _factorized(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    for _ in range(_FACTORIZATIONS[func._overloadpacket.__name__] * isinstance(args[0], CudaTensor)):
+        device.watch.waited("linalg")
+    return NotImplemented
+
+
+@_rule("_linalg_check_errors")
+def _checked_solution(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Solvers and factorizations read whether they have succeeded (PyTorch,
+    ATen/native/BatchLinearAlgebra.cpp)."""
+    if isinstance(args[0], CudaTensor):
+        device.watch.launch(aten.any.default, (args[0].on_meta,), {})
+        device.watch.waited("linalg")
+    return None
+
+
 @_rule("repeat_interleave")
 def _repeat_interleave(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     if func._overloadname != "Tensor":
@@ -165,6 +197,7 @@ def _repeat_interleave(device: Device, func: Any, args: Any, kwargs: Any) -> Any
     size = kwargs.get("output_size")
     if size is not None:
         return NotImplemented
+    device.watch.waited("repeat_interleave")  # twice in all, as measured on an H100 (PyTorch 2.11)
     return _of_host(torch.repeat_interleave(device.read(args[0], "repeat_interleave")), args[0])
 
 
@@ -181,6 +214,10 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     x, indices, *rest = args
     if not isinstance(x, CudaTensor):
         return NotImplemented
+    mask = _filled(*args)
+    if mask is not None:
+        fill = aten.masked_fill_ if func._schema.name.endswith("_") else aten.masked_fill
+        return fill.Scalar(x, mask, rest[0].item())
     numbers: list[Any] = []
     for index in indices:
         if is_tensor(index) and index.dtype in (torch.bool, torch.uint8):
@@ -191,6 +228,26 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if is_tensor(index) and not isinstance(index, CudaTensor):
             device.copied(TO_GPU, index, False)
     return device.launch(func, (x, numbers, *rest), kwargs, from_host=True)
+
+
+def _filled(
+    x: torch.Tensor,
+    indices: list[Any],
+    values: torch.Tensor | None = None,
+    accumulate: bool = False,
+    *unsafe: bool,
+) -> torch.Tensor | None:
+    """The mask of ``x[mask] = 3``, of one number of the host's: CUDA fills without asking where it holds.
+
+    As PyTorch does (ATen/native/TensorAdvancedIndexing.cpp, ``canDispatchToMaskedFill``).
+    """
+    masks = [index for index in indices if is_tensor(index)]
+    if accumulate or values is None or values.numel() != 1 or isinstance(values, CudaTensor):
+        return None
+    if len(masks) != 1 or masks[0].dtype not in (torch.bool, torch.uint8):
+        return None
+    behind = x.dim() - len(indices) + 1 - masks[0].dim()
+    return masks[0][(..., *(None,) * behind)] if isinstance(masks[0], CudaTensor) else None
 
 
 # ---- sparse matrices -------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def install(device: Device, gpu: Gpu, mail: Mail | None = None) -> None:
     _modules_move_in_place()
     threads_see(device)
     _processes_see()
-    _files()
+    _files(device)
     _loaders()
     _optimizers()
     if torch.distributed.is_available():
@@ -177,7 +177,7 @@ def _graphs(device: Device) -> None:
     cuda = _torch.cuda
     cuda.CUDAGraph, cuda.graph = CUDAGraph, graph
     cuda.graph_pool_handle = lambda: (0, 0)
-    cuda.make_graphed_callables = lambda callables, *args, **kwargs: callables
+    cuda.make_graphed_callables = lambda callables, *args, **kwargs: device.watch.graphed(callables)
     cuda.is_current_stream_capturing = lambda: False
 
 
@@ -269,15 +269,19 @@ def threads_see(mode: AbstractContextManager[object]) -> None:
     thread._bootstrap_inner = under_mode
 
 
-def _files() -> None:
-    """What is loaded for the GPU goes there from the CPU.
+def _files(device: Device) -> None:
+    """What is loaded for the GPU goes there from the CPU, what is saved to the CPU, each memory once.
 
-    What is saved is kept as it is, and loaded from there; the user's files are left alone.
+    It is kept as it is, and loaded from there; the user's files are left alone.
     """
     load = torch.load
     kept: dict[str | bytes, Any] = {}
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        held = obj.state_dict() if isinstance(obj, torch.nn.Module) else obj
+        on_gpu = (leaf for leaf in torch.utils._pytree.tree_leaves(held) if isinstance(leaf, CudaTensor))
+        for each in {leaf.on_meta.untyped_storage()._cdata: leaf for leaf in on_gpu}.values():
+            device.copied(TO_HOST, each, False)
         if isinstance(f, str | os.PathLike):
             kept[os.path.abspath(os.fspath(f))] = obj
         else:

@@ -72,6 +72,7 @@ class StepOp:
         name: The framework's name, such as ``aten.addmm``.
         inputs, outputs: The tensors it reads and writes.
         recomputed: It repeats a forward operation (activation checkpointing).
+        replayed: It runs within a CUDA graph that the program captured and replays.
     """
 
     op: Op
@@ -81,6 +82,7 @@ class StepOp:
     inputs: tuple[TensorRef, ...] = ()
     outputs: tuple[TensorRef, ...] = ()
     recomputed: bool = False
+    replayed: bool = False
 
     @property
     def parameter(self) -> str:

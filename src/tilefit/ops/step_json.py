@@ -39,6 +39,7 @@ def dump(step: Mapping[str, Any]) -> str:
             [number(tensors, ref) for ref in entry.inputs],
             [number(tensors, ref) for ref in entry.outputs],
             entry.recomputed,
+            entry.replayed,
         ]
         for entry in step["ops"]
     ]
@@ -93,9 +94,9 @@ def load(kind: Callable[..., _Step], text: str) -> _Step:
                 name,
                 tuple(tensors[i] for i in inputs),
                 tuple(tensors[i] for i in outputs),
-                recomputed,
+                *how,
             )
-            for op, phase, site, name, inputs, outputs, recomputed in data["rows"]
+            for op, phase, site, name, inputs, outputs, *how in data["rows"]
         )
         types = _types(kind)
         others = {name: _read(types[name], value) for name, value in data.items() if name in types}

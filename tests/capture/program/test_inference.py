@@ -175,7 +175,7 @@ for _ in range(20):
     )
 
     assert step.program is not None
-    assert step.program.step == "a call of a CUDA graph"
+    assert step.program.step == "a call of a CUDA graph, a batch of 16"
     assert sum(entry.op.multiplies for entry in step.ops) == 1
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tilefit import rules
+from tilefit.assessment import Assessment
 from tilefit.capture.child import capture_in_child, capture_program_in_child, capture_target
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.errors import TilefitError
 from tilefit.ops import OPTIMIZER, Attention, Step
-from tilefit.ops.program import TO_GPU, WAIT
+from tilefit.ops.program import TO_GPU, TO_HOST, WAIT
 from tilefit.options import ProgramOptions, TargetOptions
 
 _NET = """
@@ -485,6 +487,159 @@ def test_a_step_is_compiled_where_most_of_its_forward_pass_is(
     assert any("torch.compile covers" in note for note in step.notes) == is_told
 
 
+@pytest.mark.parametrize(
+    ("layers", "compiled", "is_compiled", "is_told"),
+    [
+        ("nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)", "net.compile()", False, True),
+        ("nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)", "net = torch.compile(net)", True, False),
+        ("nn.Linear(16, 16), nn.Sequential(Net(), Net())", "net.compile()", True, True),
+    ],
+)
+def test_of_a_class_of_pytorch_s_own_compile_leaves_what_is_pytorch_s(
+    tmp_path: Path, layers: str, compiled: str, is_compiled: bool, is_told: bool
+) -> None:
+    text = f"{_TWO}".partition("both =")[0].format(made=_NET.format(decorated=""))
+    text += f"""
+net = nn.Sequential({layers}).cuda()
+{compiled}
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    net(torch.randn(8, 16, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    step = _run(tmp_path, text)
+    assert step.settings.compiled == is_compiled
+    assert any("Sequential.compile() compiles nothing" in note for note in step.notes) == is_told
+
+
+_PENALTY = """
+import torch
+from torch import nn
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 512), nn.Linear(512, 1)
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.up(x)))
+
+critic = Critic().cuda()
+optimizer = torch.optim.Adam(critic.parameters())
+for _ in range(4):
+    x = torch.randn(4096, 512, device="cuda", requires_grad=True)
+    (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=MANY)
+    loss = (slope.norm(dim=1) - 1).pow(2).mean() + critic(x).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_is_differentiated_twice_is_not_advised_to_be_compiled(tmp_path: Path, many: bool) -> None:
+    """A compiled model's backward pass cannot be differentiated: PyTorch raises."""
+    step = _run(tmp_path, _PENALTY.replace("MANY", str(many)))
+    assert step.program is not None
+    lines = [each.site.source for each in step.program.habits if each.name == "differentiates_backward"]
+    assert [line.rpartition(":")[2] for line in lines] == ["16"] * many
+    (gpu,) = resolve("h100-sxm")
+    found = {each.code for each in Assessment(step, gpu).findings}
+    assert ("NTC001" in found) != many
+
+
+def test_samples_that_a_transform_maps_over_are_the_batch(tmp_path: Path) -> None:
+    """Per-sample gradients: of what the model is called with inside, all samples are one."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch.func import functional_call, grad, vmap
+
+net = torch.nn.Linear(16, 4).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def loss(parameters, x, y):
+    return torch.nn.functional.cross_entropy(functional_call(net, parameters, (x[None],)), y[None])
+
+for _ in range(4):
+    x, y = torch.randn(32, 16, device="cuda"), torch.randint(0, 4, (32,), device="cuda")
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+    each = vmap(grad(loss), (None, 0, 0))(parameters, x, y)
+    for name, p in net.named_parameters():
+        p.grad = each[name].mean(0)
+    optimizer.step()
+""",
+    )
+    assert (step.batch, step.parameter_count) == (32, 68)
+    assert step.inputs == ("input: float32[32,1,16]",)
+
+
+def test_what_is_saved_is_copied_to_the_host_each_memory_once(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(64, 32).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+for number in range(4):
+    net(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    states = {"net": net.state_dict(), "same": net.weight.T, "optimizer": optimizer.state_dict()}
+    torch.save(states, "last.pt")
+""",
+    )
+    assert step.program is not None
+    sizes = [event.bytes for event in step.program.events if event.kind == TO_HOST and event.blocks]
+    assert sorted(sizes) == [128, 128, 8192, 8192]
+
+
+def test_a_list_of_the_gpu_s_numbers_is_read_one_by_one(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(64, 32).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    losses = [net(torch.randn(8, 64, device="cuda")).pow(n).mean() for n in (1, 2)]
+    sum(losses).backward()
+    optimizer.step()
+    print(torch.tensor(losses).mean().item(), torch.tensor([3, losses[0]], device="cuda").shape)
+""",
+    )
+    assert step.program is not None
+    kinds = [event.kind for event in step.program.events]
+    assert kinds == [WAIT] * 3 + [TO_GPU]
+
+
+def test_calls_wait_as_often_as_on_a_gpu(tmp_path: Path) -> None:
+    """As ``torch.cuda.set_sync_debug_mode`` told on an H100 (PyTorch 2.11)."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(16, 16).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    scores = net(torch.randn(8, 16, device="cuda"))
+    scores.sum().backward()
+    optimizer.step()
+    torch.distributions.Categorical(logits=scores, validate_args=False).sample()
+    torch.multinomial(scores.softmax(-1), 3, replacement=True)
+    torch.linalg.cholesky(scores.T @ scores)
+    torch.linalg.cholesky_ex(scores.T @ scores)
+    torch.linalg.svd(scores), torch.linalg.eigh(scores.T @ scores), torch.linalg.pinv(scores)
+    torch.equal(scores, scores + 1)
+    torch.histc(scores), torch.histc(scores, 10, -1.0, 1.0)
+    torch.repeat_interleave(scores, torch.zeros(8, dtype=torch.long, device="cuda"), dim=0)
+""",
+    )
+    assert step.program is not None
+    waits = Counter(event.name for event in step.program.events)
+    assert waits == {"linalg": 1 + 2 + 1 + 2, "equal": 1, "histc": 2, "repeat_interleave": 2}
+
+
 _TWO_UPDATES = """
 import torch
 from torch import nn
@@ -598,3 +753,32 @@ if __name__ == "__main__":
     )
 
     assert (step.settings.optimizer, step.batch) == ("sgd", 8)
+
+
+def test_a_number_is_filled_in_where_a_mask_holds_without_asking_where(tmp_path: Path) -> None:
+    """As in labels[labels == pad] = -100; what is a tensor of the GPU's goes to numbered places."""
+    text = """
+import torch
+net = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    labels = torch.randint(0, 8, (4, 6), device="cuda")
+    labels[labels == 3] = -100
+    scores = net(torch.randn(4, 6, 8, device="cuda"))
+    scores[labels == 4] = 0.0
+    scores[:, torch.rand(6, device="cuda") > 0.5] = 1.0
+    FILL
+    loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    filled = _run(tmp_path, text.replace("FILL", ""))
+    assert filled.program is not None
+    assert filled.program.events == ()
+    forward = [entry for entry in filled.ops if entry.name == "aten.masked_fill_"]
+    assert [entry.inputs[0].shape for entry in forward] == [(4, 6), (4, 6, 8), (4, 6, 8)]
+    placed = _run(tmp_path, text.replace("FILL", "scores[labels == 5] = scores.detach().sum()"))
+    assert placed.program is not None
+    # Forward, and in the backward pass: its gradient is zeroed in the same places.
+    assert [event.name for event in placed.program.events] == ["nonzero"] * 2

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tilefit import units
-from tilefit.capture.trees import own_part
+from tilefit.capture.trees import own_part, untransformed
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.ops import FORWARD, StepOp
 
@@ -41,6 +41,8 @@ class Compiling:
         self._ops = ops
         self.whole = self.flex = self.graphed = self._scripted = False
         self._depth = self._since = self._counted = 0
+        #: Classes of PyTorch's of which ``model.compile()`` was asked.
+        self._left: dict[str, None] = {}
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -79,7 +81,20 @@ class Compiling:
         if isinstance(model, nn.Module):
             model._compiled_call_impl = self._followed(model._call_impl)
             return model
+        if getattr(model, "__func__", None) is nn.Module._call_impl and _is_pytorchs(model.__self__):
+            self._left[type(model.__self__).__name__] = None
+            self._in_place(model.__self__)
+            return None  # what it is called by then
         return self._followed(model)
+
+    def _in_place(self, model: nn.Module) -> None:
+        """``model.compile()`` of a class of PyTorch's own starts in code that the compiler leaves to Python:
+        no more of it is compiled than what others wrote inside."""
+        for part in model.children():
+            if _is_pytorchs(part):
+                self._in_place(part)
+            else:
+                part._compiled_call_impl = self._followed(part._call_impl)
 
     def _followed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -119,6 +134,10 @@ class Compiling:
     def notes(self) -> list[str]:
         """What is to be said where a part of the step is compiled."""
         notes = ["What is TorchScript runs as Python: what it fuses is not."] if self._scripted else []
+        notes += [
+            f"{name}.compile() compiles nothing of PyTorch's own classes; torch.compile(model) does."
+            for name in self._left
+        ]
         if _LITTLE < self.share < _MOST:
             taken = "compiled" if self.share >= 0.5 else "not compiled"
             covered = units.share(self.share)
@@ -126,9 +145,14 @@ class Compiling:
         return notes
 
 
+def _is_pytorchs(module: nn.Module) -> bool:
+    """Whether what a module computes is written in PyTorch."""
+    return str(getattr(module.forward, "__module__", "")).startswith("torch.")
+
+
 def is_on_gpu(module: nn.Module) -> bool:
     """Whether a module has something on the GPU: others are the host's work, such as transforms of data."""
     # Quantized weights are buffers, and so are a loss's weights of classes.
     buffers = () if isinstance(module, nn.modules.loss._Loss) else module.buffers()
     held = chain(module.parameters(), buffers)
-    return any(isinstance(own_part(each), CudaTensor) for each in held)
+    return any(isinstance(own_part(untransformed(each)), CudaTensor) for each in held)

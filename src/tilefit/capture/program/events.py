@@ -12,11 +12,10 @@ import torch
 
 from tilefit.capture.aten import is_free
 from tilefit.capture.dtypes import DTYPES
-from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
+from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder, Recorded
 from tilefit.capture.recorder import PRODUCTS
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.values import is_tensor, leaves
-from tilefit.ops import StepOp
 from tilefit.ops.program import (
     EARLIER,
     EXCHANGE,
@@ -49,10 +48,12 @@ class Meetings:
         #: Elements that the host's own operations made, by function, beside what loaders do.
         self.host_work: Counter[str] = Counter()
         self.is_loading: Callable[[], bool] = lambda: False
-        #: A CUDA graph was replayed.
-        self.graphs = False
-        #: Told of a CUDA graph that is about to run.
-        self.replaying: Callable[[object], None] = lambda graph: None
+        #: The CUDA graph that is being captured.
+        self.capturing: Captured | None = None
+        #: Told of a CUDA graph whose capture begins, that it has ended, and of one that is about to run.
+        self.on_capture: Callable[[Captured], None] = lambda graph: None
+        self.on_captured: Callable[[], None] = lambda: None
+        self.replaying: Callable[[Captured], None] = lambda graph: None
         self._assumptions: dict[tuple[str, str, str], list[Any]] = {}
 
     @property
@@ -71,6 +72,11 @@ class Meetings:
         self.order[:] = [Ordered(0, TO_STREAM, self._stream)] if self._stream else []
         self.recorder.host_products.clear()
         self.host_work.clear()
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether operations go to another stream than the first."""
+        return self._stream != 0
 
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on shapes, recorded."""
@@ -141,28 +147,54 @@ class Meetings:
 
     def captured(self) -> Captured:
         """A CUDA graph is captured."""
-        return Captured(self.recorder)
+        return Captured(self)
+
+    def graphed(self, callables: Any) -> Any:
+        """Models or functions, of which each call is a replay from now on, with its backward pass."""
+        if isinstance(callables, tuple):
+            return tuple(map(self.graphed, callables))
+        if not isinstance(callables, torch.nn.Module):
+            return self.recorder.replayed(callables)
+        callables.forward = self.recorder.replayed(callables.forward)
+        return callables
 
     def replayed(self, captured: Captured) -> None:
         """A CUDA graph runs."""
         self.replaying(captured)
         if not self.recorder.muted:
-            self.graphs = True
-            self.recorder.ops += captured.ops
+            self.recorder.replay(captured)
 
 
-class Captured:
-    """The operations of a CUDA graph, recorded within the block and not counted there."""
+class Captured(Recorded):
+    """What a CUDA graph runs, recorded within the block and not counted there.
 
-    def __init__(self, recorder: ProgramRecorder) -> None:
-        self._recorder = recorder
-        self.ops: list[StepOp] = []
+    Attributes:
+        optimizers: Those whose steps are among them.
+        calls: Of models.
+        autocast: The element type of its autocast, if it has one.
+    """
+
+    def __init__(self, meetings: Meetings) -> None:
+        self._meetings = meetings
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.calls: list[Any] = []
+        self.autocast: torch.dtype | None = None
 
     def __enter__(self) -> Captured:
-        recorder = self._recorder
-        self._kept = recorder.ops, recorder.muted
-        recorder.ops, recorder.muted = self.ops, False
+        autocast = self._meetings.calls.autocast
+        self._kept = len(self._meetings.events), autocast.seen
+        autocast.restart()
+        self._recording = self._meetings.recorder.recording(self)
+        self._recording.__enter__()
+        self._meetings.capturing = self
+        self._meetings.on_capture(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._recorder.ops, self._recorder.muted = self._kept
+        autocast = self._meetings.calls.autocast
+        self._recording.__exit__(None, None, None)
+        self.autocast = autocast.seen
+        events, autocast.seen = self._kept
+        del self._meetings.events[events:]
+        self._meetings.capturing = None
+        self._meetings.on_captured()

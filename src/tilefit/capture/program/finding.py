@@ -13,6 +13,8 @@ from unittest.mock import patch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tilefit.capture.program.events import Captured
+
 #: A model that is called twice within so many calls of another belongs to the same step. A choice:
 #: assistants propose some 5 to 20 tokens for a call of their model; samplers of so few steps make a picture.
 _INTERLEAVED = 40
@@ -33,6 +35,10 @@ class StepFinder:
     from the same lines: of several models that of which this is seen first, and then one whose calls it makes
     some of between, so that each runs in the step.
 
+    Before a program captures a CUDA graph it takes a few steps without one, on a stream of their own. They
+    are the step only where nothing follows them: the graph's replays, if the optimizer steps in it, or the
+    steps around them.
+
     Args:
         skip: Steps before it begins.
         steps: Steps until it ends.
@@ -40,8 +46,11 @@ class StepFinder:
         on_end: Told when it ends.
         line: The line of the program that is running.
         on_first: Told where the first of all calls ends: at the next of the same model.
-        on_call: Told whenever a model was called again since a step of calls had ended.
+        on_call: Told whenever a model was called, or an optimizer stepped, again since the step had ended.
         lines: It, and those that it was called from.
+
+    Attributes:
+        is_aside: Whether the program is on another stream than the first.
     """
 
     def __init__(
@@ -58,6 +67,11 @@ class StepFinder:
         self._skip, self._steps = skip, steps
         self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
         self._stack = lines
+        self.is_aside: Callable[[], bool] = lambda: False
+        #: The CUDA graph that is being captured, how often one was replayed in which an optimizer steps, and
+        #: with which replay the step begins.
+        self._graph: Captured | None = None
+        self._replays = self._replayed_from = 0
         self._on_first: Callable[[], None] | None = on_first
         #: How often which model was called from which lines, and what was called when the step began last.
         self._calls: Counter[_Called] = Counter()
@@ -83,7 +97,13 @@ class StepFinder:
     @property
     def taken(self) -> int:
         """Steps so far: of the optimizer that made most."""
-        return max(self._counts.values(), default=self._backwards or self._calls[self._called])
+        steps = max(self._counts.values(), default=self._backwards or self._calls[self._called])
+        return steps + self._replays
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the step that has ended is the program's, whatever follows."""
+        return not (self.infers or (self.is_aside() and not self._replays))
 
     @property
     def infers(self) -> bool:
@@ -139,6 +159,9 @@ class StepFinder:
         The step begins wherever one was called more often than any so far: where the program ends early, the
         last of its calls is the step.
         """
+        if isinstance(model, Captured) and model.optimizers:
+            self._replayed(model)
+            return
         trains = getattr(model, "training", False) and torch.is_grad_enabled()
         if not self.infers:
             return
@@ -186,7 +209,29 @@ class StepFinder:
                 return
         self._on_call()
 
+    def capturing(self, graph: Captured) -> None:
+        """A CUDA graph is captured from now on: the step begins anew behind it."""
+        self._graph = graph
+        if self._anchor is not None:
+            self._begun_at = self._counts[self._anchor] + 1
+
+    def captured(self) -> None:
+        """The capture has ended."""
+        self._graph = None
+
+    def _replayed(self, graph: Captured) -> None:
+        self._replays += 1
+        self._replayed_from = self._replayed_from or (self._replays if self.taken > self._skip else 0)
+        if self._replays == self._replayed_from:
+            self.stepped = list(graph.optimizers)
+            self._on_begin()
+        elif self._replayed_from and self._replays == self._replayed_from + self._steps:
+            self._on_end()
+
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._graph is not None:
+            self._graph.optimizers.append(optimizer)
+            return
         self._counts[id(optimizer)] += 1
         if not any(optimizer is each for each in self.stepped):
             self.stepped.append(optimizer)
@@ -203,6 +248,8 @@ class StepFinder:
         return any(not self._counts[id(each)] and _trained(each) - stepped for each in self._made)
 
     def _passed_backward(self) -> None:
+        if self._graph is not None:
+            return
         self._backwards += 1
         if not self._counts and not self.is_to_train:
             self._begun_at = self._skip
@@ -215,6 +262,8 @@ class StepFinder:
             self._on_begin()
         elif count == self._begun_at + self._steps:
             self._on_end()
+        elif count > self._begun_at + self._steps:
+            self._on_call()
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -54,6 +54,8 @@ class Habits:
         #: Calls in eval mode whose graph may yet be used, by model, and those whose graph never was, by line.
         self._pending: dict[int, list[str]] = {}
         self._evaluations: Counter[str] = Counter()
+        #: Lines of backward passes that are to be differentiated themselves.
+        self._differentiated: dict[str, None] = {}
         #: Whether the next backward pass sums the gradients over all ranks, and how many did since a step.
         self._sums = ""
         self._summed: list[tuple[str, list[tuple[int, int]]]] = []
@@ -78,6 +80,7 @@ class Habits:
             rows.append(("synchronizes_micro_batches", line, f"{count} micro-batches", spans))
         for line in (line for line, unused in self._searched.items() if not unused):
             rows.append(("finds_nothing_unused", line, "", []))
+        rows += [("differentiates_backward", line, "", []) for line in self._differentiated]
         return tuple(
             Habit(name, Site("", line), *span, detail=detail)
             for name, line, detail, spans in rows
@@ -111,6 +114,10 @@ class Habits:
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             self._pending.clear()  # a step may end within it
+            *_, creates_graph = args[:4]  # of outputs, gradients, retain_graph, create_graph
+            # Transforms of torch.func always ask for it, and compile nothing.
+            if creates_graph and torch._C._functorch.peek_interpreter_stack() is None:
+                self._differentiated[self._line()] = None
             out = self._within(_ANOMALY, engine, *args, **kwargs)
             self.backwards += bool(kwargs.get("accumulate_grad"))
             self._passed_backward()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
@@ -11,10 +15,11 @@ from tilefit.capture.fused import REPLACEMENTS
 from tilefit.capture.program.ring import LENGTH, ring, ring_attention
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
-from tilefit.capture.trees import own_part
+from tilefit.capture.trees import own_part, untransformed
 from tilefit.emulation.tensor import CudaTensor
-from tilefit.emulation.values import leaves
+from tilefit.emulation.values import leaves, mapped
 from tilefit.errors import CaptureError
+from tilefit.ops import FORWARD, StepOp
 
 
 class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
@@ -25,7 +30,7 @@ class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def memory_of(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         """Where a tensor lies on ``meta``; of one that is spread over several processes this one's part."""
-        tensor = tensor if isinstance(tensor, CudaTensor) else own_part(tensor)
+        tensor = tensor if isinstance(tensor, CudaTensor) else own_part(untransformed(tensor))
         return tensor.untyped_storage()
 
     def identify(self, tensor: torch.Tensor) -> int:
@@ -43,6 +48,65 @@ class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
     def launch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on ``meta`` tensors, recorded unless muted."""
         return self._dispatched(func, args, kwargs)
+
+    @contextmanager
+    def recording(self, recorded: Recorded) -> Iterator[None]:
+        """Within the block what runs is recorded elsewhere."""
+        kept, since = (self.ops, self.muted, self._saved), len(self._allocations)
+        self.ops, self.muted, self._saved = [], False, set()
+        yield
+        made = self._allocations[since:]
+        freed = {n for n, size, _ in made if size < 0} & {n for n, size, _ in made if size > 0}
+        recorded.ops = [replace(entry, replayed=True) for entry in self.ops]
+        recorded.allocations = [each for each in made if each[0] in freed]
+        recorded.saved = self._saved & freed
+        self.ops, self.muted, self._saved = kept
+
+    def replayed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, of which each call is a replay."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            since = len(self.ops)
+            out = function(*args, **kwargs)
+            self.ops[since:] = [replace(entry, replayed=True) for entry in self.ops[since:]]
+            return out
+
+        return call
+
+    def mark_replayed_backward(self) -> None:
+        """What belongs to the forward operations that are replayed is replayed as well."""
+        sites = {entry.site for entry in self.ops if entry.replayed}
+        self.ops[:] = [
+            replace(entry, replayed=True) if entry.phase != FORWARD and entry.site in sites else entry
+            for entry in self.ops
+        ]
+
+    def replay(self, recorded: Recorded) -> None:
+        """Take what was recorded for what runs now, in the memory that it had."""
+        for number, size, index in recorded.allocations:
+            self._allocations.append((number, size, len(self.ops) + index))
+        self._saved |= recorded.saved
+        self.ops += recorded.ops
+
+
+class Recorded:
+    """Operations that a CUDA graph runs, the memory that comes and goes with them, as numbers, bytes and the
+    operation then, and which of it a backward pass reads."""
+
+    ops: Sequence[StepOp] = ()
+    allocations: Sequence[tuple[int, int, int]] = ()
+    saved: Set[int] = frozenset()
+
+    @property
+    def saved_bytes(self) -> int:
+        """What a backward pass reads."""
+        return sum(size for number, size, _ in self.allocations if size > 0 and number in self.saved)
+
+
+def _number(leaf: Any) -> Any:
+    """What a list of numbers is made of where one is the GPU's: it is read."""
+    return leaf.tolist() if isinstance(leaf, CudaTensor) else leaf
 
 
 class ProgramCalls(SemanticMode):
@@ -77,6 +141,8 @@ class ProgramCalls(SemanticMode):
             if result is not NotImplemented:
                 return result
         self.asking = name
+        if name in ("tensor", "as_tensor") and args and isinstance(args[0], list | tuple):
+            args = (mapped(args[0], _number), *args[1:])
         return func(*args, **kwargs)
 
     def _is_ring(self, query: Any, args: Any, kwargs: Any) -> bool:

@@ -81,7 +81,7 @@ def capture_program(
                 overlaid(options.sources),
             ):
                 error = _run(options, around)
-            result = capture.of_calls(error) or error or _no_step(capture.finder, options)
+            result = capture.so_far(error) or error or _no_step(capture.finder, options)
     except TilefitError as refused:
         result = refused
     done(result)
@@ -217,12 +217,14 @@ class _Capture:
             modes.sites.source_line,
             modes.sites.source_stack,
             self._first_ended,
-            self._still_called,
+            self._went_on,
         )
+        self.finder.is_aside = lambda: modes.meetings.is_aside
+        modes.meetings.on_capture, modes.meetings.on_captured = self.finder.capturing, self.finder.captured
         #: Of what trains nothing, the first call of its model.
         self._first: Step | TilefitError | None = None
-        #: The step of a program that has trained nothing yet, and when to stop waiting for it to.
-        self._of_calls: Step | TilefitError | None = None
+        #: The step of a program that has trained nothing yet, or warms up, and when to stop waiting for more.
+        self._so_far: Step | TilefitError | None = None
         self._until_s = 0.0
         #: Whether a loop over a loader was ended early, to see what follows.
         self._cut = False
@@ -235,45 +237,51 @@ class _Capture:
     def _end(self) -> None:
         # Within the program, which may catch whatever is raised.
         result = self._result()
-        if not self.finder.infers:
+        if self.finder.is_settled:
             self.done(result)
-        was_known = self._of_calls is not None
-        self._of_calls, self._until_s = result, time.monotonic() + _PATIENCE_S
+        was_known = self._so_far is not None
+        self._so_far, self._until_s = result, time.monotonic() + _PATIENCE_S
         if isinstance(result, Step):
-            self.keep(replace(result, notes=(*result.notes, _WENT_ON)))
+            note = (_WENT_ON,) if self.finder.infers else ()
+            self.keep(replace(result, notes=(*result.notes, *note)))
         if not was_known:
             when_idle(self._waits)
 
     def _waits(self) -> None:
         """The program does nothing any more."""
-        if self._of_calls is not None and self.finder.infers and not self.finder.is_to_train:
-            self.done(_noted(self._of_calls, _WAITED))
+        if self._so_far is not None and self.finder.infers and not self.finder.is_to_train:
+            self.done(_noted(self._so_far, _WAITED))
 
     def _first_ended(self) -> None:
         self._first = self._result()
         self.window.begin()
 
-    def _still_called(self) -> None:
+    def _went_on(self) -> None:
         late_s = time.monotonic() - self._until_s
-        if late_s < 0 or (self.finder.may_widen and late_s < _WIDENING_S):
+        if late_s < 0 or (self.finder.infers and self.finder.may_widen and late_s < _WIDENING_S):
             return
-        assert self._of_calls is not None
+        assert self._so_far is not None
+        if not self.finder.infers:
+            self.done(self._so_far)
         is_to_train = self.finder.is_to_train
         if (is_to_train or not self._cut) and self.around.loaders.end_epoch():
             self._cut, self._until_s = True, time.monotonic() + _PATIENCE_S
         elif not is_to_train:
-            self.done(_noted(self._of_calls, _STOPPED))
+            self.done(_noted(self._so_far, _STOPPED))
 
-    def of_calls(self, error: TilefitError | None) -> Step | TilefitError | None:
-        """What came of a program that has ended, with this error, and has trained nothing; None of others."""
-        if not (self.finder.infers and self.finder.taken):
+    def so_far(self, error: TilefitError | None) -> Step | TilefitError | None:
+        """What came of a program that has ended, with this error, and has trained nothing, or only as if to
+        warm up; None of others."""
+        if not self.finder.infers:
+            return error or self._so_far
+        if not self.finder.taken:
             return None
-        if self._of_calls is None or (error and self.finder.was_to_train and not self._cut):
+        if self._so_far is None or (error and self.finder.was_to_train and not self._cut):
             return error or self._result()
         notes = [_CUT] if self._cut else []
         if error:
             notes.append(f"Behind the step the program failed: {error.what} ({error.where}).")
-        return _noted(self._of_calls, *notes)
+        return _noted(self._so_far, *notes)
 
     def _result(self) -> Step | TilefitError:
         with torch._C.DisableTorchFunction():

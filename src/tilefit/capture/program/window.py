@@ -16,16 +16,17 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilefit.capture.inputs import batch_of
 from tilefit.capture.program.distributed import per_machine, rank, ranks, split_modules, version
+from tilefit.capture.program.events import Captured
 from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.words import described
-from tilefit.capture.trees import tensors
+from tilefit.capture.trees import tensors, untransformed
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import refuse_script
 from tilefit.ops import Settings, Step
@@ -88,7 +89,7 @@ class Window:
     def watching(self, told: Callable[[object], None] = lambda model: None) -> Iterator[None]:
         """Within the block, which is to be around the whole run, habits of the program and its calls of
         models are noticed; ``told`` gets each model, or CUDA graph, that is about to run."""
-        window, call, sites = self, nn.Module.__call__, self._modes.sites
+        window, call, modes, sites = self, nn.Module.__call__, self._modes, self._modes.sites
 
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """PyTorch's profiler, recording stacks, takes what is named ``self`` here for the module."""
@@ -97,11 +98,12 @@ class Window:
             if isinstance(self, torch.jit.ScriptModule):
                 refuse_script()
             told(self)
-            if window._modes.recorder.muted:
+            if modes.recorder.muted:
                 return call(self, *args, **kwargs)
-            window._called[type(_unwrapped(self)).__name__] += 1
-            trains = self.training and torch.is_grad_enabled()
-            inputs = None if window._is_trained else _named(self, args, kwargs)
+            trains, graph = self.training and torch.is_grad_enabled(), modes.meetings.capturing
+            if graph is None:
+                window._called[type(_unwrapped(self)).__name__] += 1
+            inputs = None if window._is_trained and graph is None else _named(self, args, kwargs)
             number, place = next(window._numbers), sites.source_call()
             made = _Call(number, id(self), window._chunk, version(self), place, inputs)
             out = call(self, *args, **kwargs)
@@ -111,11 +113,17 @@ class Window:
             window._models.setdefault(id(self), (self, place))
             if trains:
                 window._call = window._call or made
+            if graph is not None:
+                graph.calls.append(made)
             return out
 
-        def replaying(graph: object) -> None:
+        def replaying(graph: Captured) -> None:
             told(graph)
             window._called["a CUDA graph"] += 1
+            if graph.calls:
+                window._first = window._first or graph.calls[0]
+            modes.autocast.seen = modes.autocast.seen or graph.autocast
+            modes.saved_bytes = max(modes.saved_bytes, graph.saved_bytes)
 
         with (
             self._habits.watching(),
@@ -193,6 +201,7 @@ class Window:
         batch = batch_of(inputs, modes.recorder.ops)
         passes = max(map(_on_first_weights, self._passes.values()), default=1) if len(stepped) <= 1 else 1
         modes.count_optimizer_state()
+        modes.recorder.mark_replayed_backward()
         compiled = modes.compiling.share >= 0.5
         settings = Settings(
             training=training,
@@ -203,7 +212,7 @@ class Window:
             channels_last=modes.channels_last_seen,
             compiled=compiled,
             cudnn_benchmark=torch.backends.cudnn.benchmark,
-            cuda_graph=modes.meetings.graphs or (compiled and modes.compiling.graphed),
+            cuda_graph=compiled and modes.compiling.graphed,
         )
         if settings.training:
             modes.recorder.let_inputs_grow(t for t in tensors(inputs) if isinstance(t, CudaTensor))
@@ -297,4 +306,4 @@ def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:
     flat: dict[str, Any] = {}
     for name, value in bound.items():
         flat.update(value if isinstance(value, dict) and name not in ("args",) else {name: value})
-    return flat
+    return tree_map(untransformed, flat)

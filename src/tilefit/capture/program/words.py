@@ -38,6 +38,8 @@ def described(
         parts.append(f"{settings.amp} autocast")
     if any(entry.recomputed for entry in step.ops):
         parts.append("activation checkpointing")
+    if settings.training and any(entry.replayed for entry in step.ops):
+        parts.append("CUDA graphs")
     if settings.compiled:
         parts.append("compiled, CUDA graphs" if settings.cuda_graph else "compiled")
     return ", ".join(parts)

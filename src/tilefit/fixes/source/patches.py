@@ -226,6 +226,7 @@ def _tried(
                 if after.estimate.time_s >= context.estimate.time_s:
                     took, takes = (units.seconds(c.estimate.time_s) for c in (context, after))
                     beside = ", the other changes made" if kept else ""
+                    beside += "".join(f". {n[:-1]}" for n in step.notes if n not in context.step.notes)
                     yield entry, f"it saves nothing: {takes} a step with it, {took} without{beside}"
                     break
                 context = after

@@ -28,6 +28,7 @@ from tilefit.rules import Finding
 from tilefit.rules.base import Context
 from tilefit.rules.finding import SAFE, UNSAFE
 
+_NO_OPTIMIZERS = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")
 _LOADERS = {f"torch.utils.data.{module}DataLoader" for module in ("", "dataloader.")}
 #: Copies of so many bytes are numbers, which are made where they are used.
 _NUMBER_BYTES = 8
@@ -70,6 +71,7 @@ def _optimizers(context: Context, files: Files, *, beside: bool = False) -> list
             call
             for call in _calls(syntax, line)
             if any(name.startswith("torch.optim.") for name in syntax.means(call.func))
+            if not any(name.startswith(_NO_OPTIMIZERS) for name in syntax.means(call.func))
         ]
         refuse(not calls and not beside, f"{source} does not call a class of torch.optim")
         found += [(syntax, call) for call in calls]

@@ -9,6 +9,7 @@ from tilefit.cost.fusion import PAD, fuse
 from tilefit.ops import Conv, Gemm, Op, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.program.habits import habits
 from tilefit.units import seconds, share, size
 
 _WORST = 3
@@ -25,7 +26,9 @@ class Unfused(Rule):
     """Chains of streaming operations run as one kernel each, and could be compiled into few.
 
     What it sees: A step that is not compiled, and what is left of its streaming operations when chains
-    of pointwise operations, casts, normalisations, softmax and reductions become one kernel each.
+    of pointwise operations, casts, normalisations, softmax and reductions become one kernel each. A program
+    that differentiates a backward pass (`create_graph=True`: gradient penalties, MAML, equations of physics)
+    is passed over: through a compiled model that is an error in PyTorch.
 
     Why it costs time: Such an operation costs what its bytes cost. In a chain every operation writes its
     result to memory for the next one to read it back, and every one is launched by the host. None of it uses
@@ -68,7 +71,7 @@ class Unfused(Rule):
 
     def check(self, context: Context) -> Proposals:
         step, gpu, before = context.step, context.gpu, context.estimate
-        if step.settings.compiled:
+        if step.settings.compiled or habits(step, "differentiates_backward"):
             return
         fused = fuse(step)
         if _count(fused) == _count(step):
