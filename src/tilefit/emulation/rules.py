@@ -162,8 +162,8 @@ def _bincount(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 @_rule("histc")
 def _histc(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """Without bounds CUDA reads the least and the most (measured on an H100, PyTorch 2.11)."""
-    _, _, least, most = (*args, *(kwargs.get(name, 0) for name in ("bins", "min", "max")[len(args) - 1 :]))
-    if isinstance(args[0], CudaTensor) and least == most:
+    given = dict(zip(("bins", "min", "max"), args[1:], strict=False)) | kwargs
+    if isinstance(args[0], CudaTensor) and given.get("min", 0) == given.get("max", 0):
         for _ in range(2):
             device.watch.waited("histc")
     return NotImplemented

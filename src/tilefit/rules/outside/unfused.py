@@ -9,7 +9,6 @@ from tilefit.cost.fusion import PAD, fuse
 from tilefit.ops import Conv, Gemm, Op, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.program.habits import habits
 from tilefit.units import seconds, share, size
 
 _WORST = 3
@@ -71,7 +70,8 @@ class Unfused(Rule):
 
     def check(self, context: Context) -> Proposals:
         step, gpu, before = context.step, context.gpu, context.estimate
-        if step.settings.compiled or habits(step, "differentiates_backward"):
+        habits = step.program.habits if step.program else ()
+        if step.settings.compiled or any(each.name == "differentiates_backward" for each in habits):
             return
         fused = fuse(step)
         if _count(fused) == _count(step):
