@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from math import ceil, prod
 
-from tilefit.ops import FORWARD, OPTIMIZER, Collective, Gemm, StepOp, TensorRef
+from tilefit.ops import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Collective, Gemm, StepOp, TensorRef
 from tilefit.ops.dtypes import size_bytes
 
 
@@ -58,6 +58,18 @@ class Lifetimes:
             and not self._is_backward(maker)
             and self._is_backward(self._reader.get(tensor, -1))
         }
+
+    def late(self, members: Collection[int]) -> int:
+        """Bytes of the gradients that products for weights read, which wait for those that are put off."""
+        read = {
+            ref.id
+            for index in members
+            if self._entries[index].phase == BACKWARD_WEIGHT
+            for ref in self._entries[index].inputs
+        }
+        return sum(
+            self._bytes[each] for each in read & self._bytes.keys() if self._is_backward(self._maker[each])
+        )
 
     def surplus(self, members: Collection[int]) -> int:
         """Bytes that their backward pass holds at its fullest moment beyond what they have kept.

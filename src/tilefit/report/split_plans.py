@@ -16,8 +16,8 @@ from tilefit.cost.links import Fabric
 from tilefit.formats import renders
 from tilefit.gpus import Gpu
 from tilefit.parallel.choices import TrainingSplit
-from tilefit.parallel.launchers import settings
-from tilefit.parallel.planning import LEAST_SCALING, SLOW_HOST, Priced
+from tilefit.parallel.launchers import lacks, settings
+from tilefit.parallel.planning import LEAST_SCALING, SLOW_HOST, UNEVEN, Priced
 
 #: Splits of the table, unless all are asked for.
 _ROWS = 8
@@ -27,7 +27,7 @@ _SLOWER = 1.02
 _PARTS = {
     "compute_s": "computation",
     "recompute_s": "recomputation",
-    "tensor_s": "tensor- and context-parallel communication",
+    "tensor_s": "communication within layers (of tensor-, context- and expert-parallel ranks)",
     "data_s": "communication of gradients, parameters and activations that nothing hides",
     "bubble_s": "pipeline bubble",
     "optimizer_s": "the optimizer",
@@ -46,6 +46,7 @@ class Choice:
         peak_flop_per_s: Of the GPU, for the utilization.
         refused: Why there is no split; empty where there are.
         slow_host_s: What the best takes on a slow host.
+        uneven_s: What it takes where a rank's experts are given more than their share; 0: none are shared.
     """
 
     fabric: Fabric
@@ -55,6 +56,7 @@ class Choice:
     peak_flop_per_s: float
     refused: str = ""
     slow_host_s: float = 0.0
+    uneven_s: float = 0.0
 
     @property
     def gpu(self) -> Gpu:
@@ -140,6 +142,7 @@ def as_json(plan: SplitPlan) -> str:
                 "price_per_gpu_hour": choice.price,
                 "refused": choice.refused,
                 "slow_host": {"times_as_slow": SLOW_HOST, "time_s": choice.slow_host_s},
+                "uneven_experts": {"times_the_share": UNEVEN, "time_s": choice.uneven_s or None},
                 "splits": [_row(plan, choice, priced) for priced in choice.ranked],
                 "frontier": [_row(plan, choice, priced) for _, priced in choice.frontier],
                 "settings": {name: text for name, (_, text) in _settings(plan, choice).items()},
@@ -204,6 +207,12 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
     if choice.slow_host_s > _SLOWER * best_s:
         slower = units.share(choice.slow_host_s / best_s - 1)
         yield Text(f"On a host that takes {SLOW_HOST:g} times as long to launch it takes {slower} longer.")
+    if choice.uneven_s:
+        slower = units.share(choice.uneven_s / best_s - 1)
+        yield Text(
+            "Every rank's experts are taken to be given as many tokens: "
+            f"if one rank's were given {UNEVEN:g} times their share, it would take {slower} longer."
+        )
     if plan.explain:
         yield from map(Text, explained(choice.ranked))
     yield Text()
@@ -219,7 +228,9 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
         ]
         for name in chosen:
             split, text = every[name]
-            yield Text.assemble((name, "bold"), f", {split}:")
+            missing = ", ".join(lacks(name, choice.ranked[0].split, plan.tokens))
+            why = f" (for the best it lacks {missing})" if missing else ""
+            yield Text.assemble((name, "bold"), f", {split}{why}:")
             # Settings are copied: a line stays one line.
             yield from (Text(line, no_wrap=True, overflow="ignore") for line in text.splitlines())
             yield Text()

@@ -17,7 +17,16 @@ from tilefit.measure.store import Store
 from tilefit.options import MOST_LINKED, TargetOptions
 from tilefit.parallel.blocks import Model
 from tilefit.parallel.choices import TrainingSplit
-from tilefit.parallel.planning import KEPT, Job, Planner, Priced, precision_of, tokens_of
+from tilefit.parallel.planning import (
+    KEPT,
+    SLOW_HOST,
+    UNEVEN,
+    Job,
+    Planner,
+    Priced,
+    precision_of,
+    tokens_of,
+)
 from tilefit.report.split_plans import Choice, SplitPlan
 from tilefit.session.fleet import Fleet
 
@@ -29,7 +38,6 @@ _SAMPLES = 2
 _ROOMS = ("capture", "cost", "gpus", "ops", "parallel")
 
 _PREDICTED = "Predicted, not measured; docs/plan.md tells how far off such predictions were."
-_WHOLE = "Every rank has all experts of its layers: plans do not share them (expert parallelism)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ class PlanSession:
             model.flop,
             made,
             self.epoch,
-            (*notes, *([_WHOLE] if model.experts else []), _PREDICTED),
+            (*notes, _PREDICTED),
         )
 
     def _choices(self, model: Model) -> tuple[Choice, ...]:
@@ -215,8 +223,11 @@ class PlanSession:
         if not ranked:
             return Choice(planner.fabric, (), (), price, peak, "No split fits into the memory.")
         frontier = tuple((n, best[0]) for n, best in sorted(found.items()) if isinstance(best, list) and best)
-        slow_s = planner.on_slow_host(ranked[0].split)
-        return Choice(planner.fabric, tuple(ranked), frontier, price, peak, slow_host_s=slow_s)
+        best = ranked[0].split
+        slow_s, uneven_s = planner.varied_s(best, host=SLOW_HOST), 0.0
+        if best.experts > 1:
+            uneven_s = planner.varied_s(best, imbalance=UNEVEN)
+        return Choice(planner.fabric, tuple(ranked), frontier, price, peak, "", slow_s, uneven_s)
 
 
 class _Kept:
