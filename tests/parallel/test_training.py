@@ -213,13 +213,15 @@ def test_zero_bubble_by_hand() -> None:
             replace(BLOCKS, layers=layers), split, Fabric(H100, 8), Precision(), Framework()
         )
     bubbles = [each.time().bubble_s for each in made.values()]
-    # (p - 1) (F + B + W) without, (p - 1) (F + B - W) with zero-bubble, half of it with two chunks; V: none.
-    assert bubbles == pytest.approx([3 * 6e-3, 3 * 2e-3, 3 * 1e-3, 0.0], abs=4e-4)
+    # (p - 1) (F + B + W) without, (p - 1) (F + B - W) with zero-bubble, half of it with two chunks. With V the
+    # last stage waits for the first chunk's forward pass on all others, and nobody for anything after that.
+    assert bubbles == pytest.approx([3 * 6e-3, 3 * 2e-3, 3 * 1e-3, 3 * 1e-3], rel=0.03)
     assert all(each.least_s() <= each.step_s() for each in made.values())
     # Every stage holds four micro-batches; the last has three that wait for the gradients of their weights.
     held = [made[ZERO_BUBBLE, 1].stage_memory(stage) for stage in (0, 3)]
     assert [each.activations for each in held] == [4 * 2 * 10**8] * 2
-    assert held[1].temporary - held[0].temporary == pytest.approx(3 * 2 * 3 * 10**7)
+    # At the fullest moment the last stage is in its first layer, whose own are not there yet, the first behind.
+    assert held[1].temporary - held[0].temporary == pytest.approx((3 * 2 - 1) * 3 * 10**7)
 
 
 def test_fsdp_in_a_pipeline_gathers_once_or_again_and_holds_what_it_gathered() -> None:
@@ -230,9 +232,9 @@ def test_fsdp_in_a_pipeline_gathers_once_or_again_and_holds_what_it_gathered() -
     def gathers(made: Training) -> int:
         return sum(1 for task in made.tasks(4) if task.name[0] == "G")  # type: ignore[index]
 
-    # Both ends and eight layers. Freed behind forward passes: the first stage gathers in its first two
-    # forward passes and in each of four backward passes; the second in one forward pass and four backward.
-    assert (gathers(once), gathers(again)) == (10, 5 * (2 + 4) + 5 * (1 + 4))
+    # Both ends and eight layers. Freed behind forward passes alone, a layer is there in a pass that follows a
+    # backward one: stages run F F B F B F B B and F B F B F B F B.
+    assert (gathers(once), gathers(again)) == (10, 5 * (1 + 1 + 1 + 1 + 1) + 5 * (1 + 4))
     assert once.step_s() < again.step_s()
     # Gradients are whole until the last micro-batch in both; every parameter of the stage is there, or all
     # from the layer ahead on.

@@ -175,7 +175,7 @@ class Blocks:
     optimizer_s: float = 0.0
     buffer_bytes: int = 0
     tied: int = 0
-    _bounds: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _bounds: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def bounds(self, parts: int) -> tuple[int, ...]:
         """Where each of so many parts of the layers begins, and where the last ends.
