@@ -11,7 +11,7 @@ Sharding", 2020, section 3.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -36,7 +36,7 @@ class Experts:
 
     count: int
     root: str
-    names: dict[str, int | None]
+    names: Mapping[str, int | None]
 
     def of(self, entry: StepOp) -> int | None:
         """Which expert an operation is part of; of a grouped product 0; None: of none."""

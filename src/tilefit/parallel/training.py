@@ -225,7 +225,7 @@ class Training:
 
     def _summed_s(self, block: Block) -> float:
         """Summing up a block's gradients: FSDP's in one message, else in messages of the size of a bucket."""
-        scatters = self.split.zero and self.framework.scatters
+        scatters = self.split.zero == 3 or (self.split.zero and self.framework.scatters)
         most = inf if self.split.zero == 3 else self.framework.bucket_bytes
         return self._exchanged_s(
             REDUCE_SCATTER if scatters else ALL_REDUCE, block, self.precision.gradient, most
