@@ -81,9 +81,9 @@ def plan(
 ) -> None:
     """Plan a training on many GPUs: tilefit plan hf:llama --gpu h100-sxm --gpus 64 --network efa.
 
-    Searches data, FSDP/ZeRO, tensor, pipeline, context and expert parallelism, schedules, micro-batches and checkpointing at a
-    fixed global batch within the memory; interrupted, the same command goes on where it stopped. Without
-    --amp it is trained in bf16, with fp32 copies of weights.
+    Searches data, FSDP/ZeRO, tensor, pipeline, context and expert parallelism, schedules, micro-batches and
+    checkpointing at a fixed global batch within the memory; interrupted, the same command goes on where it
+    stopped. Without --amp it is trained in bf16, with fp32 copies of weights.
     """
     from tilefit.cost.links import network
 
