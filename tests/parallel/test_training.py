@@ -125,7 +125,8 @@ def test_a_slow_host_shows_where_the_host_limits(models: dict[int, Model]) -> No
     planner = Planner(models[2], Fabric(H100, 8), Job(1024, precision_of(models[2].step)))
     few, many = TrainingSplit(data=8, zero=3), TrainingSplit(data=8, zero=3, samples=4096)
     few_s, many_s = (
-        planner.varied_s(split, host=SLOW_HOST) / planner.training(split).step_s() for split in (few, many)
+        planner.step_s(split, Framework(host=SLOW_HOST)) / planner.training(split).step_s()
+        for split in (few, many)
     )
     assert 1.3 < few_s < 1.5
     assert 1.0 <= many_s < few_s
@@ -213,14 +214,14 @@ def test_zero_bubble_by_hand() -> None:
             replace(BLOCKS, layers=layers), split, Fabric(H100, 8), Precision(), Framework()
         )
     bubbles = [each.time().bubble_s for each in made.values()]
-    # (p - 1) (F + B + W) without, (p - 1) (F + B - W) with zero-bubble, half of it with two chunks. With V the
-    # last stage waits for the first chunk's forward pass on all others, and nobody for anything after that.
+    # (p - 1) (F + B + W) without, (p - 1) (F + B - W) with zero-bubble, half of it with two chunks. With V
+    # the last stage waits for the first chunk's forward pass on all others, and for nothing after that.
     assert bubbles == pytest.approx([3 * 6e-3, 3 * 2e-3, 3 * 1e-3, 3 * 1e-3], rel=0.03)
     assert all(each.least_s() <= each.step_s() for each in made.values())
     # Every stage holds four micro-batches; the last has three that wait for the gradients of their weights.
     held = [made[ZERO_BUBBLE, 1].stage_memory(stage) for stage in (0, 3)]
     assert [each.activations for each in held] == [4 * 2 * 10**8] * 2
-    # At the fullest moment the last stage is in its first layer, whose own are not there yet, the first behind.
+    # At the fullest moment the last stage is in its first layer, whose own are not there yet.
     assert held[1].temporary - held[0].temporary == pytest.approx((3 * 2 - 1) * 3 * 10**7)
 
 

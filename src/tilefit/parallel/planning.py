@@ -101,9 +101,9 @@ class Planner:
         memory = training.memory()
         return Priced(split, training.time(), memory, training.parts, memory.total <= self.usable_bytes)
 
-    def varied_s(self, split: TrainingSplit, **framework: float) -> float:
-        """The step's time where something of the framework is another than was assumed."""
-        job = replace(self.job, framework=replace(self.job.framework, **framework))
+    def step_s(self, split: TrainingSplit, framework: Framework) -> float:
+        """The step's time by another framework, or on another host."""
+        job = replace(self.job, framework=framework)
         return Planner(self.model, self.fabric, job).training(split).step_s()
 
     @property

@@ -529,18 +529,14 @@ class Training:
         # Those that are views of buckets are in them; those that are not summed up yet are whole.
         gradient = 0 if self._is_ddp and self.framework.bucket_copies == 1 else precision.gradient
         more = 1 + self.framework.late * (self.split.tensor > 1)
-        return _HeldSums(
-            *(
-                list(accumulate(each, initial=0.0))
-                for each in (
-                    [float(block.parameters) for block in blocks],
-                    [gradient * self._held(block, shared) for block in blocks],
-                    [more * self._kept(block) for block in blocks],
-                    [block.late_bytes * float(self._is_apart) for block in blocks],
-                )
-            ),
-            self._held(self._sum_of(blocks)),
+        held = (
+            [float(block.parameters) for block in blocks],
+            [gradient * self._held(block, shared) for block in blocks],
+            [more * self._kept(block) for block in blocks],
+            [block.late_bytes * float(self._is_apart) for block in blocks],
         )
+        parameters, gradients, kept, late = (list(accumulate(each, initial=0.0)) for each in held)
+        return _HeldSums(parameters, gradients, kept, late, self._held(self._sum_of(blocks)))
 
     def _parameter_bytes(self, stage: int, sums: _HeldSums, i: int) -> float:
         """Parameters, with what FSDP has gathered when a backward pass is at a block.

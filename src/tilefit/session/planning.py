@@ -224,9 +224,10 @@ class PlanSession:
             return Choice(planner.fabric, (), (), price, peak, "No split fits into the memory.")
         frontier = tuple((n, best[0]) for n, best in sorted(found.items()) if isinstance(best, list) and best)
         best = ranked[0].split
-        slow_s, uneven_s = planner.varied_s(best, host=SLOW_HOST), 0.0
+        usual, uneven_s = planner.job.framework, 0.0
+        slow_s = planner.step_s(best, replace(usual, host=SLOW_HOST))
         if best.experts > 1:
-            uneven_s = planner.varied_s(best, imbalance=UNEVEN)
+            uneven_s = planner.step_s(best, replace(usual, imbalance=UNEVEN))
         return Choice(planner.fabric, tuple(ranked), frontier, price, peak, "", slow_s, uneven_s)
 
 
