@@ -10,7 +10,7 @@ import pytest
 
 from tilefit.capture.child import capture_target
 from tilefit.cost.launch import COLLECTIVE_S, FSDP_S
-from tilefit.cost.links import NETWORKS, Fabric, Network
+from tilefit.cost.links import NETWORKS, TAKEN, Fabric, Network
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
 from tilefit.ops import Step
@@ -223,6 +223,14 @@ def test_zero_bubble_by_hand() -> None:
     assert [each.activations for each in held] == [4 * 2 * 10**8] * 2
     # At the fullest moment the last stage is in its first layer, whose own are not there yet.
     assert held[1].temporary - held[0].temporary == pytest.approx((3 * 2 - 1) * 3 * 10**7)
+
+
+def test_messages_that_are_asked_for_ahead_take_their_part_of_the_gpu_while_they_wait() -> None:
+    # Two stages that always have a message under way: at most a fifth of what they compute.
+    split = TrainingSplit(pipeline=2, micro_batches=32)
+    once, ahead = (training(replace(split, chunks=chunks), Fabric(H100, 8)).time() for chunks in (1, 2))
+    assert once.data_s < 0.01 * once.compute_s
+    assert 0.25 * TAKEN * ahead.compute_s < ahead.data_s < TAKEN * ahead.compute_s + 0.01 * ahead.compute_s
 
 
 def test_fsdp_in_a_pipeline_gathers_once_or_again_and_holds_what_it_gathered() -> None:

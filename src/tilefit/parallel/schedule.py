@@ -93,6 +93,12 @@ def place_of(stage: int, chunk: int, stages: int, schedule: str) -> int:
     return chunk * stages + (stages - 1 - stage if turns else stage)
 
 
+def stage_of(place: int, stages: int, schedule: str) -> int:
+    """Which stage has a part of the model."""
+    chunk, stage = divmod(place, stages)
+    return stages - 1 - stage if schedule == ZERO_BUBBLE_V and chunk % 2 else stage
+
+
 def order(
     stage: int, stages: int, chunks: int, parts: int, schedule: str = ONE_F_ONE_B
 ) -> Iterator[tuple[str, int, int]]:

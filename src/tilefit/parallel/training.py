@@ -11,7 +11,7 @@ Experiences on Scaling Fully Sharded Data Parallel", 2023 (prefetching).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -24,7 +24,16 @@ from tilefit.cost.priced import priced
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
 from tilefit.parallel.blocks import Block, Blocks, Framework
 from tilefit.parallel.choices import Precision, TrainingSplit
-from tilefit.parallel.schedule import APART, ZERO_BUBBLE_V, Task, in_flight, order, place_of, run
+from tilefit.parallel.schedule import (
+    APART,
+    ZERO_BUBBLE_V,
+    Task,
+    in_flight,
+    order,
+    place_of,
+    run,
+    stage_of,
+)
 
 #: A context of CUDA, the libraries' workspaces and NCCL's buffers. A choice: 1 to 2 GiB are usual.
 CONTEXT_BYTES = 1.5 * 2**30
@@ -456,7 +465,36 @@ class Training:
             tasks = (
                 task if task.resource[1:] == ("compute",) else replace(task, time_s=0.0) for task in tasks
             )
-        return max(run(tasks).values(), default=0.0)
+        ends = run(tasks)
+        whole_s = max(ends.values(), default=0.0)
+        return whole_s if silent else whole_s + self._waiting_s(ends, parts, whole_s)
+
+    def _waiting_s(self, ends: Mapping[Hashable, float], parts: int, whole_s: float) -> float:
+        """What messages that wait for another stage take of a GPU meanwhile.
+
+        Schedules of several chunks, and those that take backward passes apart, ask for messages ahead, and
+        one follows the other between two stages; others wait for theirs at once
+        (``_PipelineScheduleRuntime`` and ``PipelineScheduleSingle`` of ``torch.distributed.pipelining``).
+        """
+        stages, schedule = self.split.pipeline, self.split.schedule
+        if stages == 1 or (self.split.chunks == 1 and not self._is_apart):
+            return 0.0
+        between: dict[tuple[int, int], list[tuple[float, int]]] = {}
+        for name, end_s in ends.items():
+            if isinstance(name, tuple) and name[0] == "sent":
+                _, kind, _, place = name
+                here, there = (stage_of(each, stages, schedule) for each in (place, self._next(kind, place)))
+                between.setdefault((min(here, there), max(here, there)), []).append((end_s, there))
+        waits = [0.0] * stages
+        for messages in between.values():
+            before_s = 0.0
+            for end_s, receiver in sorted(messages):
+                waits[receiver] += end_s - before_s
+                before_s = end_s
+        own = [parts * sum(sum(self._times(block).pass_s) for block in stage) for stage in self.stages]
+        return TAKEN * max(
+            min(wait_s / whole_s, 1.0) * own_s for wait_s, own_s in zip(waits, own, strict=True)
+        )
 
     def time(self) -> StepTime:
         """The step's time, and what it consists of."""
