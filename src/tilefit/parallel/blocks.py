@@ -302,16 +302,7 @@ class Model:
             experts: Ranks that share the experts of a layer.
         """
         framework = framework or Framework()
-        sequence = framework.sequence
-        mixtures = self._mixtures
-        names = {name for each in mixtures for name in each.names}
-        whole = scale_batch(self.step, samples / self.step.batch)
-        own: set[int] = set()
-        if mixtures:
-            sharing = tensor if sequence else 1
-            whole, own = expert_parallel(whole, mixtures, experts, sharing, framework.imbalance)
-        step = tensor_parallel(whole, tensor, names)[0] if tensor > 1 else whole
-        alone = _alone(whole, step, tensor, own) if sequence and tensor > 1 else set()
+        step, alone = self._on_rank(samples, tensor, framework, experts)
         entries = [
             replace(entry, op=entry.op.shared(1 / tensor)) if index in alone else entry
             for index, entry in enumerate(step.ops)
@@ -326,39 +317,51 @@ class Model:
         made = []
         for place in range(self.captured + 2):
             members = [i for i, each in enumerate(where) if each == place and entries[i].phase != OPTIMIZER]
-            is_layer = 0 < place <= self.captured
-            host_s = framework.layer_host_s if is_layer else 0.0
+            host_s = framework.layer_host_s if 0 < place <= self.captured else 0.0
             block = _block([(entries[i], times[i], parts.get(i, 1)) for i in members], framework.again)
-            block = replace(
-                block,
-                saved_bytes=sum(lifetimes.kept(members).values()),
-                surplus_bytes=lifetimes.surplus(members),
-                late_bytes=lifetimes.late(members),
-            )
-            made.append(framework.paced(block, host_s))
+            made.append(framework.paced(_with_tensors(block, lifetimes, members), host_s))
         sizes = {name: prod(parameter.shape) for name, parameter in step.parameters.items()}
         made = [
             replace(
                 block,
                 parameters=sum(sizes[name] for name in own),
-                experts=sum(sizes[name] for name in own & names),
+                experts=sum(sizes[name] for name in own & self._shared),
                 tensors=len(own),
             )
             for block, own in zip(made, (sizes.keys() & each for each in self._names), strict=True)
         ]
         first, *layers, last = made
         width = max((self._crossing(step, index) for index in range(self.captured)), default=0)
-        layers = [replace(layer, input_bytes=width // (tensor if sequence else 1)) for layer in layers]
-        held = sum(prod(p.shape) for p in step.parameters.values() if p.trainable)
+        width //= tensor if framework.sequence else 1
+        layers = [replace(layer, input_bytes=width) for layer in layers]
         update_s = sum(times[i][0] for i, entry in enumerate(entries) if entry.phase == OPTIMIZER)
+        held = sum(prod(p.shape) for p in step.parameters.values() if p.trainable)
         return Blocks(
             first,
             tuple(layers[index % self.captured] for index in range(self.layers)),
-            replace(last, input_bytes=width // (tensor if sequence else 1)),
+            replace(last, input_bytes=width),
             update_s / held if held else 0.0,
             step.memory.buffer_bytes,
             sum(sizes[name] for name in self._names[0] if self.captured + 1 in self._readers[name]),
         )
+
+    @cached_property
+    def _shared(self) -> set[str]:
+        """Parameters of experts."""
+        return {name for each in self._mixtures for name in each.names}
+
+    def _on_rank(
+        self, samples: float, tensor: int, framework: Framework, experts: int
+    ) -> tuple[Step, set[int]]:
+        """The step of one rank, and which of its operations tensor-parallel ranks split by the sequence."""
+        whole, own = scale_batch(self.step, samples / self.step.batch), set[int]()
+        if self._mixtures:
+            sharing = tensor if framework.sequence else 1
+            whole, own = expert_parallel(whole, self._mixtures, experts, sharing, framework.imbalance)
+        if tensor == 1:
+            return whole, set()
+        step, _ = tensor_parallel(whole, tensor, self._shared)
+        return step, _alone(whole, step, tensor, own) if framework.sequence else set()
 
     def _crossing(self, step: Step, layer: int) -> int:
         """Bytes of what a layer hands on: its last result."""
@@ -401,6 +404,16 @@ def _block(members: Iterable[tuple[StepOp, tuple[float, float], int]], again: in
         flop=flop,
         products_bytes=products,
         products_s=products_s,
+    )
+
+
+def _with_tensors(block: Block, lifetimes: Lifetimes, members: list[int]) -> Block:
+    """A block with what its operations hold."""
+    return replace(
+        block,
+        saved_bytes=sum(lifetimes.kept(members).values()),
+        surplus_bytes=lifetimes.surplus(members),
+        late_bytes=lifetimes.late(members),
     )
 
 
