@@ -262,9 +262,12 @@ class Training:
 
     def _send_s(self) -> float:
         """Handing a micro-batch's activations to the next stage."""
-        stride = self.split.tensor * self.split.replicas
-        inside = stride < self.fabric.per_machine
-        return self.fabric.time_s(SEND, self._sent_bytes, Group(2, 2 if inside else 1))
+        return self.fabric.time_s(SEND, self._sent_bytes, Group(2, 2 if self._is_inside else 1))
+
+    @property
+    def _is_inside(self) -> bool:
+        """A stage and the next are in one machine."""
+        return self.split.tensor * self.split.replicas < self.fabric.per_machine
 
     @cached_property
     def _sent_bytes(self) -> int:
@@ -475,9 +478,10 @@ class Training:
         Schedules of several chunks, and those that take backward passes apart, ask for messages ahead, and
         one follows the other between two stages; others wait for theirs at once
         (``_PipelineScheduleRuntime`` and ``PipelineScheduleSingle`` of ``torch.distributed.pipelining``).
+        Only messages within a machine, to one neighbour, were seen to: others are taken to cost nothing.
         """
         stages, schedule = self.split.pipeline, self.split.schedule
-        if stages == 1 or (self.split.chunks == 1 and not self._is_apart):
+        if not self._is_inside or stages == 1 or (self.split.chunks == 1 and not self._is_apart):
             return 0.0
         between: dict[tuple[int, int], list[tuple[float, int]]] = {}
         for name, end_s in ends.items():
@@ -486,11 +490,13 @@ class Training:
                 here, there = (stage_of(each, stages, schedule) for each in (place, self._next(kind, place)))
                 between.setdefault((min(here, there), max(here, there)), []).append((end_s, there))
         waits = [0.0] * stages
-        for messages in between.values():
-            before_s = 0.0
+        for pair, messages in between.items():
+            received_s, before_s = dict.fromkeys(pair, 0.0), 0.0
             for end_s, receiver in sorted(messages):
-                waits[receiver] += end_s - before_s
+                received_s[receiver] += end_s - before_s
                 before_s = end_s
+            for stage, wait_s in received_s.items():
+                waits[stage] = max(waits[stage], wait_s)
         own = [parts * sum(sum(self._times(block).pass_s) for block in stage) for stage in self.stages]
         return TAKEN * max(
             min(wait_s / whole_s, 1.0) * own_s for wait_s, own_s in zip(waits, own, strict=True)
