@@ -26,9 +26,14 @@ _BF16, _EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
 _CHUNKS, _LARGE = 8, 0.05
 
 
+def usable_bytes(gpu: Gpu) -> float:
+    """What the tensors of a step can take of a GPU's memory."""
+    return USABLE_SHARE * gpu.memory_bytes
+
+
 def largest_batch(step: Step, gpu: Gpu) -> int:
     """Samples that fit; 0 if none does. Needs ``step.batch`` and ``step.memory``."""
-    fits = step.largest_batch(USABLE_SHARE * gpu.memory_bytes)
+    fits = step.largest_batch(usable_bytes(gpu))
     return step.batch if fits is None else fits
 
 
@@ -68,7 +73,7 @@ class OutOfMemory(Rule):
     def check(self, context: Context) -> Proposals:
         step, gpu = context.step, context.gpu
         memory = step.memory
-        usable = USABLE_SHARE * gpu.memory_bytes
+        usable = usable_bytes(gpu)
         if memory.peak_bytes <= usable:
             return
         training = step.settings.training
