@@ -70,6 +70,14 @@ def plan(
     layers: Annotated[
         int, typer.Option(min=0, metavar="N", help="Layers, where the target is built with fewer alike.")
     ] = 0,
+    memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Hold less by loss-in-chunks, fused-loss, activations-on-host, optimizer-on-host, or, which "
+            "round the update, optimizer-bf16, optimizer-8bit; repeat.",
+        ),
+    ] = None,
     options: Annotated[
         TargetOptions,
         Group("The step", without=("batch", "train", "on_cpu", "channels_last", "compile", "input")),
@@ -110,6 +118,7 @@ def plan(
             global_batch,
             layers,
             rented.epoch,
+            tuple(dict.fromkeys(memory or ())),
             capture.timeout,
             capture.fresh,
             tell,

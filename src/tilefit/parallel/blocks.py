@@ -5,7 +5,7 @@ A model of many equal layers is captured with few of them; their blocks are repe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -42,6 +42,8 @@ class Block:
         tensors: In how many tensors.
         saved_bytes: What the forward pass keeps for the backward pass.
         surplus_bytes: What the backward pass holds at its fullest moment beyond that.
+        logits_bytes: Of the two, what logits, what is made of them, and their gradients take.
+        logits_surplus_bytes: Of these, what is none of the ``saved_bytes``.
         products_bytes: Results that selective checkpointing keeps: of products and attention, also those that
             the backward pass does not read.
         products_s: Forward time of those.
@@ -60,6 +62,8 @@ class Block:
     tensors: int = 0
     saved_bytes: int = 0
     surplus_bytes: int = 0
+    logits_bytes: int = 0
+    logits_surplus_bytes: int = 0
     products_bytes: int = 0
     products_s: float = 0.0
     input_bytes: int = 0
@@ -262,6 +266,8 @@ class Model:
             block = _block([(entries[i], times[i], parts.get(i, 1)) for i in members], framework.again)
             kept = sum(lifetimes.kept(members).values())
             block = replace(block, saved_bytes=kept, surplus_bytes=lifetimes.surplus(members))
+            if place > self.captured:
+                block = _with_logits(block, lifetimes.without_logits(members), members)
             made.append(framework.paced(block, host_s))
         sizes = {name: prod(parameter.shape) for name, parameter in step.parameters.items()}
         made = [
@@ -322,6 +328,13 @@ def _block(members: Iterable[tuple[StepOp, tuple[float, float], int]], again: in
         products_bytes=products,
         products_s=products_s,
     )
+
+
+def _with_logits(block: Block, others: Lifetimes, members: Collection[int]) -> Block:
+    """What logits take of a block, of whose other tensors the lifetimes are."""
+    saved = block.saved_bytes - sum(others.kept(members).values())
+    surplus = block.surplus_bytes - others.surplus(members)
+    return replace(block, logits_bytes=saved + surplus, logits_surplus_bytes=surplus)
 
 
 def _alone(whole: Step, step: Step, tensor: int) -> set[int]:

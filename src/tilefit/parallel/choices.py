@@ -81,6 +81,6 @@ class Precision:
     weight: int = 2
     work: int = 2
     gradient: int = 4
-    optimizer: int = 12
+    optimizer: float = 12
     copies: int = 0
     master: int = 0

@@ -12,6 +12,7 @@ from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.parallel.blocks import Blocks, Framework, Model
 from tilefit.parallel.choices import CHECKPOINTS, Precision, TrainingSplit
+from tilefit.parallel.memory_choices import Thrifty
 from tilefit.parallel.training import RankMemory, StepTime, Training
 from tilefit.rules.batch.memory import USABLE_SHARE
 
@@ -58,11 +59,13 @@ class Job:
         batch: Samples of a step, over all GPUs.
         precision: Bytes of a parameter.
         framework: What runs the training.
+        choices: Names of what it holds less by, of :data:`tilefit.parallel.memory_choices.CHOICES`.
     """
 
     batch: int
     precision: Precision
     framework: Framework = Framework()  # noqa: RUF009  # it is frozen
+    choices: tuple[str, ...] = ()
 
 
 @dataclass
@@ -85,7 +88,9 @@ class Planner:
         key = (split.samples / split.context, split.tensor)
         if key not in self._blocks:
             self._blocks[key] = self.model.blocks(self.fabric, *key, self.job.framework)
-        return Training(self._blocks[key], split, self.fabric, self.job.precision, self.job.framework)
+        job = self.job
+        made = Training(self._blocks[key], split, self.fabric, job.precision, job.framework)
+        return Thrifty.of(made, job.choices)
 
     def priced(self, split: TrainingSplit) -> Priced:
         """A split with its time and memory."""
@@ -109,9 +114,10 @@ class Planner:
         Raises:
             UsageError: the batch cannot be shared by so many GPUs, or nothing joins them.
         """
-        return self._ranked(list(self.splits(gpus)), count)
+        return self.ranked(list(self.splits(gpus)), count)
 
-    def _ranked(self, splits: list[TrainingSplit], count: int) -> list[Priced]:
+    def ranked(self, splits: list[TrainingSplit], count: int) -> list[Priced]:
+        """The fastest of some splits that fit, best first."""
         fitting = []
         for split in splits:
             training = self.training(split)

@@ -46,6 +46,7 @@ class StepTime:
         data_s: Communication between replicas and stages that nothing hides.
         bubble_s: Waiting for the pipeline to fill and to drain.
         optimizer_s: Of the optimizer.
+        host_s: Copies to and from the host that nothing hides.
     """
 
     time_s: float
@@ -55,6 +56,7 @@ class StepTime:
     data_s: float
     bubble_s: float
     optimizer_s: float
+    host_s: float = 0.0
 
     @property
     def exposed_s(self) -> float:

@@ -17,6 +17,8 @@ from tilefit.measure.store import Store
 from tilefit.options import MOST_LINKED, TargetOptions
 from tilefit.parallel.blocks import Model
 from tilefit.parallel.choices import TrainingSplit
+from tilefit.parallel.memory_choices import require_choices, said_of
+from tilefit.parallel.offers import offers
 from tilefit.parallel.planning import KEPT, Job, Planner, Priced, precision_of, tokens_of
 from tilefit.report.split_plans import Choice, SplitPlan
 from tilefit.session.fleet import Fleet
@@ -100,6 +102,7 @@ class PlanSession:
         batch: Samples of a step, over all GPUs.
         layers: Of the model, where it is built with fewer; 0: as many as it is built with.
         epoch: Samples of an epoch; 0 where unknown.
+        choices: Names of what it holds less by, of :data:`tilefit.parallel.memory_choices.CHOICES`.
         timeout_s: How long a capture may take.
         fresh: Capture again, although the target is unchanged.
         tell: Is told what goes on.
@@ -116,6 +119,7 @@ class PlanSession:
     batch: int
     layers: int = 0
     epoch: int = 0
+    choices: tuple[str, ...] = ()
     timeout_s: float = 300.0
     fresh: bool = False
     tell: Callable[[str], None] = lambda text: None
@@ -159,6 +163,7 @@ class PlanSession:
             raise UsageError(
                 f"a global batch of {self.batch}", where="--global-batch", hint="Take 1 or more."
             )
+        require_choices(self.choices, "--memory")
         self.cluster.check()
         model, notes = self.model()
         made = self._choices(model)
@@ -171,12 +176,15 @@ class PlanSession:
             model.flop,
             made,
             self.epoch,
-            (*notes, *([_WHOLE] if model.experts else []), _PREDICTED),
+            (*notes, *([_WHOLE] if model.experts else []), *said_of(self.choices), _PREDICTED),
         )
 
     def _choices(self, model: Model) -> tuple[Choice, ...]:
         precision, most = precision_of(model.step), self.cluster.gpus
-        planners = [Planner(model, self.cluster.fabric(gpu), Job(self.batch, precision)) for gpu in self.gpus]
+        planners = [
+            Planner(model, self.cluster.fabric(gpu), Job(self.batch, precision, choices=self.choices))
+            for gpu in self.gpus
+        ]
         work = [
             (place, count)
             for place, planner in enumerate(planners)
@@ -212,11 +220,16 @@ class PlanSession:
         ranked = found[self.cluster.gpus]
         if isinstance(ranked, UsageError):
             return Choice(planner.fabric, (), (), price, peak, ranked.what)
+        offered = offers(planner, self.cluster.gpus, ranked[0] if ranked else None)
         if not ranked:
-            return Choice(planner.fabric, (), (), price, peak, "No split fits into the memory.")
+            return Choice(
+                planner.fabric, (), (), price, peak, "No split fits into the memory.", offers=offered
+            )
         frontier = tuple((n, best[0]) for n, best in sorted(found.items()) if isinstance(best, list) and best)
         slow_s = planner.on_slow_host(ranked[0].split)
-        return Choice(planner.fabric, tuple(ranked), frontier, price, peak, slow_host_s=slow_s)
+        return Choice(
+            planner.fabric, tuple(ranked), frontier, price, peak, slow_host_s=slow_s, offers=offered
+        )
 
 
 class _Kept:

@@ -20,10 +20,10 @@ USABLE_SHARE = 0.94
 
 #: Of the state of an fp32 optimizer: in bf16, and in 8 bits with a scale of 4 bytes for 256 values
 #: (Dettmers and others, "8-bit Optimizers via Block-wise Quantization", 2022).
-_BF16, _EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
+OF_BF16, OF_EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
 #: Parts that a loss over many classes is computed in, and the share of the peak from which on it is worth a
 #: word: choices.
-_CHUNKS, _LARGE = 8, 0.05
+CHUNKS, _LARGE = 8, 0.05
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -112,13 +112,13 @@ def _choices(context: Context) -> Iterator[str]:
     if state := memory.optimizer_bytes:
         # There and back for each step; where the update is computed is not counted.
         moved_s = 2 * state / host_bytes_per_s(context.gpu)
-        yield f"optimizer state in bf16: {size(state * (1 - _BF16))} less; rounds the update (unsafe)"
-        yield f"optimizer state in 8 bits: {size(state * (1 - _EIGHT_BITS))} less; rounds the update (unsafe)"
+        for kind, left in (("bf16", OF_BF16), ("8 bits", OF_EIGHT_BITS)):
+            yield f"optimizer state in {kind}: {size(state * (1 - left))} less; rounds the update (unsafe)"
         yield f"optimizer state on the host: {size(state)} less for {seconds(moved_s)} more (advice)"
     held = memory.timeline.peak().owners.get(LOGITS, 0)
     if held >= _LARGE * memory.peak_bytes:
-        saved = size(held * (1 - 1 / _CHUNKS))
-        yield f"loss in {_CHUNKS} chunks of rows: up to {saved} of logits less, the same loss (advice)"
+        saved = size(held * (1 - 1 / CHUNKS))
+        yield f"loss in {CHUNKS} chunks of rows: up to {saved} of logits less, the same loss (advice)"
 
 
 def _recompute(context: Context, usable_bytes: float) -> str:
