@@ -1,6 +1,7 @@
 """What takes less memory beside checkpointing: losses in chunks, short optimizer state, the host's memory.
 
-    PYTHONPATH=src python benchmarks/memory_choices.py --out benchmarks/results/memory_choices_h100.jsonl
+    PYTHONPATH=src python benchmarks/memory_choices.py --out memory_choices_h100.jsonl
+    PYTHONPATH=src python benchmarks/memory_choices.py --out memory_choices_h100.jsonl --compare
 
 Steps of a Llama-like model on one GPU (``--device cpu`` tries it at tiny sizes): medians of five steps behind
 three, the allocator's peak of those, and bytes of the optimizer's state. A row's ``losses`` tell that it is
@@ -421,6 +422,72 @@ def link() -> dict[str, float]:
     }
 
 
+# ---- predicted ---------------------------------------------------------------------------------
+
+#: What is measured and what `tilefit plan` calls it, with the measured row that it is compared to.
+PREDICTED = {
+    "plain": ("", "plain"),
+    "loss in chunks": ("loss-in-chunks", "plain"),
+    "loss in chunks, gradients at once": ("fused-loss", "plain"),
+    "activations on the host, overlapped": ("activations-on-host", "plain"),
+    "own Adam, bf16": ("optimizer-bf16", "own Adam, fp32"),
+    "own Adam, 8 bits": ("optimizer-8bit", "own Adam, fp32"),
+    "state on the host, overlapped": ("optimizer-on-host", "own Adam, fp32"),
+}
+
+
+class Trained(nn.Module):
+    """The network with its loss."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return whole(self.net, self.net(ids), labels)
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Every choice's step and peak as planned, beside what was measured; and the differences it makes."""
+    from tilefit.capture import capture
+    from tilefit.cost.links import Fabric
+    from tilefit.cost.priced import priced
+    from tilefit.options import StepOptions
+    from tilefit.parallel.blocks import Framework, Model
+    from tilefit.parallel.choices import TrainingSplit
+    from tilefit.parallel.planning import Job, Planner, precision_of
+    from tilefit.parallel.training import CONTEXT_BYTES
+
+    measured = {(row["model"], row["way"]): row for row in rows if "model" in row}
+    for name, (*model, samples, tokens) in SIZES.items():
+        with torch.device("meta"):
+            net = Trained(Net(*model))
+            ids = torch.zeros(samples, tokens, dtype=torch.int64)
+        step = capture(net, (ids, ids), options=StepOptions(amp="bf16", fused_optimizer=True))
+        whole_model, fabric = Model(step), Fabric(priced("h100-sxm"), 1, None)
+        split = TrainingSplit(micro_batches=1, samples=samples)
+        made: dict[str, tuple[float, float]] = {}
+        for way, (choice, base) in PREDICTED.items():
+            job = Job(samples, precision_of(step), Framework(), (choice,) if choice else ())
+            one = Planner(whole_model, fabric, job).priced(split)
+            made[way] = one.time.time_s, one.memory.total - CONTEXT_BYTES
+            row, plain = measured[name, way], measured[name, base]
+            found = row["step_s"], row["peak_bytes"]
+            differences = [
+                (now - before, then - first)
+                for now, before, then, first in zip(
+                    made[way], made["plain"], found, (plain["step_s"], plain["peak_bytes"]), strict=True
+                )
+            ]
+            (took, held), (took_more, held_more) = zip(made[way], found, strict=True), differences
+            print(
+                f"{name:18} {way:36} {1e3 * took[0]:6.0f} of {1e3 * took[1]:6.0f} ms "
+                f"({1e3 * took_more[0]:+5.0f} of {1e3 * took_more[1]:+5.0f}), "
+                f"{held[0] / 2**30:5.1f} of {held[1] / 2**30:5.1f} GiB "
+                f"({held_more[0] / 2**30:+5.1f} of {held_more[1] / 2**30:+5.1f})"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -428,7 +495,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=330)
+    parser.add_argument("--compare", action="store_true", help="what is planned, beside rows that are there")
     arguments = parser.parse_args()
+    if arguments.compare:
+        compare([json.loads(line) for line in arguments.out.read_text().splitlines()])
+        return
     torch._dynamo.config.recompile_limit = 32  # a shape each
     until = time.monotonic() + arguments.seconds
     about = {

@@ -26,8 +26,8 @@ _MEMORY = {
     **dict.fromkeys(("turing", "volta", "pascal"), _DDR4_2666),
 }
 #: The part of it that copies from page-locked memory reach: 12 GB/s of PCIe 3.0 (NVIDIA, "CUDA C++ Best
-#: Practices Guide", pinned memory).
-_PINNED = 12e9 / _PCIE_3
+#: Practices Guide", pinned memory), 55.4 GB/s of PCIe 5.0 (an H100, ``benchmarks/memory_choices.py``).
+_PINNED, _PINNED_5 = 12e9 / _PCIE_3, 55.4e9 / _PCIE_5
 #: What copies from pageable memory reach of that, which the driver copies to page-locked memory first: 2.3
 #: GB/s of 5.7 GB/s (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"). Not measured on newer hosts.
 _PAGEABLE = 2.3 / 5.7
@@ -50,7 +50,7 @@ def copy_s(event: HostEvent, gpu: Gpu) -> float:
 def host_bytes_per_s(gpu: Gpu) -> float:
     """Rate of copies between the GPU and page-locked memory of the host, in one direction."""
     link = _C2C.get(gpu.name.partition("-")[0], _SLOTS.get(gpu.architecture, _PCIE_5))
-    return link * _PINNED
+    return link * (_PINNED_5 if link == _PCIE_5 else _PINNED)
 
 
 def host_memory_bytes_per_s(gpu: Gpu) -> float:

@@ -19,7 +19,10 @@ from tilefit.parallel.training import RankMemory, StepTime, Training
 from tilefit.rules.batch.memory import CHUNKS, OF_BF16, OF_EIGHT_BITS
 from tilefit.rules.finding import SAFE, UNSAFE
 
-#: Tensors whose state is on its way to the host, or back, at once. A choice.
+#: What each direction of a link delivers while the other one is used, too, of what it does alone: 50.7 of
+#: 55.4 GB/s (an H100, ``benchmarks/memory_choices.py``).
+_BOTH = 0.915
+#: Tensors whose state passes through the GPU at once: one comes, one is updated, two leave. A choice.
 _ON_THEIR_WAY = 4
 
 
@@ -134,7 +137,8 @@ class Thrifty(Training):
     def _host_s(self, size: float, directions: int = 1) -> float:
         """Copying so many bytes over a GPU's link, while every GPU of its machine does so."""
         gpu, sharing = self.fabric.gpu, min(self.split.gpus, self.fabric.per_machine) * directions
-        return size / min(host_bytes_per_s(gpu), host_memory_bytes_per_s(gpu) / sharing)
+        link = host_bytes_per_s(gpu) * (_BOTH if directions > 1 else 1.0)
+        return size / min(link, host_memory_bytes_per_s(gpu) / sharing)
 
     @property
     def _activations_leave(self) -> bool:
@@ -193,17 +197,24 @@ class Thrifty(Training):
         return 0.0 if self._moved(block) else super()._kept(block)
 
     def stage_memory(self, stage: int) -> RankMemory:
-        """With what is on its way: of one more layer, and the state of a few tensors."""
+        """In the backward pass, or while the state of a few tensors passes through at the update."""
         made, hosted = super().stage_memory(stage), self._hosted(stage)
+        if not hosted:
+            return made
         own = self.stages[stage]
-        passing = sum(block.parameters for block in own)
-        largest = max((block.parameters / max(1, block.tensors) for block in own), default=0.0)
-        beside = min(1.0, _ON_THEIR_WAY * largest / passing) if passing else 0.0
-        return replace(
+        elements = sum(block.parameters for block in own)
+        largest = max(block.parameters / max(1, block.tensors) for block in own)
+        made = replace(made, optimizer=made.optimizer - hosted)
+        update = replace(
             made,
-            optimizer=made.optimizer - hosted * (1 - beside),
-            temporary=made.temporary + max(map(self._moved, own), default=0.0),
+            gradients=elements
+            * self.precision.gradient
+            / (self.split.replicas if self.split.zero > 1 else 1),
+            optimizer=made.optimizer + hosted * min(1.0, _ON_THEIR_WAY * largest / elements),
+            activations=0.0,
+            temporary=0.0,
         )
+        return max(made, update, key=lambda each: each.total)
 
     def host_bytes(self) -> float:
         """What a rank keeps in the host's memory at most."""
@@ -227,13 +238,16 @@ def _chunked(training: Training, names: Collection[str]) -> Blocks:
     if not {"loss-in-chunks", "fused-loss"} & set(names) or not after.logits_bytes:
         return blocks
     saved = after.logits_bytes - after.logits_surplus_bytes
-    # The sum of the weight's gradients is read and written with each chunk, whose part is read.
-    head = after.parameters + blocks.tied
-    summed_s = (CHUNKS - 1) * training._copied_s(head, 3 * training.precision.work)
-    again_s = after.products_s if "loss-in-chunks" in names else 0.0
+    in_chunks, (weight, work) = (
+        "loss-in-chunks" in names,
+        (training.precision.weight, training.precision.work),
+    )
+    # Each chunk's part of the weight's gradient is read, and the sum read and written.
+    moved = (CHUNKS - 1) * 3 * weight if in_chunks else CHUNKS * (2 * weight + work)
+    summed_s = training._copied_s(after.parameters + blocks.tied, moved)
     after = replace(
         after,
-        backward_s=after.backward_s + again_s + summed_s,
+        backward_s=after.backward_s + after.forward_s * in_chunks + summed_s,
         saved_bytes=after.saved_bytes - saved,
         surplus_bytes=after.surplus_bytes - after.logits_surplus_bytes + after.logits_bytes // CHUNKS,
     )
