@@ -188,8 +188,9 @@ def test_a_changed_model_is_copied_saved_and_compiled() -> None:
     assert torch.equal(other(x), plain)
     assert not torch.equal(model(x), plain)
     assert [*other.state_dict()] == [*names["Net"](16, 2).state_dict()]
-    found = torch.compile(other, backend="aot_eager")(x)
-    found.sum().backward()  # type: ignore[no-untyped-call]
+    compiled: Any = torch.compile(other, backend="aot_eager")
+    found = compiled(x)
+    found.sum().backward()
     assert torch.allclose(found, plain)
     buffer = io.BytesIO()
     torch.save(other.state_dict(), buffer)

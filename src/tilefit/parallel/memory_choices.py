@@ -22,8 +22,8 @@ from tilefit.rules.finding import SAFE, UNSAFE
 #: What each direction of a link delivers while the other one is used, too, of what it does alone: 50.7 of
 #: 55.4 GB/s (an H100, ``benchmarks/memory_choices.py``).
 _BOTH = 0.915
-#: Tensors whose state passes through the GPU at once: one comes, one is updated, two leave. A choice.
-_ON_THEIR_WAY = 4
+#: Tensors whose state passes through the GPU at once, of the largest: seen with three copies on their way.
+_ON_THEIR_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,17 @@ class Thrifty(Training):
         own = sum(block.parameters for block in self.stages[stage])
         return own * each / (self.split.replicas if self.split.zero else 1)
 
+    def _largest(self, stage: int) -> float:
+        """Of a stage's parameters, the share of the largest tensor: mostly a table's or a head's."""
+        own = self.stages[stage]
+        sizes = [each.parameters / (1 if self._is_end(each) else max(1, each.tensors)) for each in own]
+        return max(sizes) / max(1, sum(each.parameters for each in own))
+
     def _update_waits_s(self, stage: int) -> float:
-        """State comes and goes at once while the parameters before are updated."""
-        moved_s = self._host_s(self._hosted(stage), 2)
+        """State comes and goes at once while what came before is updated; the first tensor comes, and the
+        last one goes, beside nothing."""
+        hosted = self._hosted(stage)
+        moved_s = self._host_s(hosted, 2) + 2 * self._host_s(hosted * self._largest(stage))
         return max(0.0, moved_s - super()._optimizer_s(stage))
 
     def _optimizer_s(self, stage: int) -> float:
@@ -201,16 +209,14 @@ class Thrifty(Training):
         made, hosted = super().stage_memory(stage), self._hosted(stage)
         if not hosted:
             return made
-        own = self.stages[stage]
-        elements = sum(block.parameters for block in own)
-        largest = max(block.parameters / max(1, block.tensors) for block in own)
+        elements = sum(block.parameters for block in self.stages[stage])
         made = replace(made, optimizer=made.optimizer - hosted)
         update = replace(
             made,
             gradients=elements
             * self.precision.gradient
             / (self.split.replicas if self.split.zero > 1 else 1),
-            optimizer=made.optimizer + hosted * min(1.0, _ON_THEIR_WAY * largest / elements),
+            optimizer=made.optimizer + hosted * min(1.0, _ON_THEIR_WAY * self._largest(stage)),
             activations=0.0,
             temporary=0.0,
         )

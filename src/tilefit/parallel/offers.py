@@ -43,7 +43,7 @@ def offers(planner: Planner, gpus: int, best: Priced | None) -> tuple[Offer, ...
         best: The fastest split that fits; None where none does: then those ways are told by which one does,
             each alone, or together where none does alone.
     """
-    ways = [(each,) for each in CHOICES if _is_new(planner.job.choices, each)]
+    ways: list[tuple[MemoryChoice, ...]] = [(each,) for each in CHOICES if _is_new(planner.job.choices, each)]
     if best is None:
         found = list(_fitting(planner, gpus, ways))
         together = [tuple(each for each in _together(planner.job.choices, level)) for level in (True, False)]

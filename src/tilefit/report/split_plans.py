@@ -17,6 +17,7 @@ from tilefit.formats import renders
 from tilefit.gpus import Gpu
 from tilefit.parallel.choices import TrainingSplit
 from tilefit.parallel.launchers import settings
+from tilefit.parallel.memory_choices import MemoryChoice
 from tilefit.parallel.offers import Offer
 from tilefit.parallel.planning import LEAST_SCALING, SLOW_HOST, Priced
 
@@ -271,7 +272,8 @@ def _offered(choice: Choice) -> Iterator[RenderableType]:
     fits = "With less memory" if choice.ranked else "What would make it fit"
     yield Text(f"{fits} (--memory NAME)", "bold")
     best = choice.ranked[0] if choice.ranked else None
-    rows, parts = [], {}
+    rows: list[list[str]] = []
+    parts: dict[str, MemoryChoice] = {}
     for offer in choice.offers:
         priced = offer.priced
         parts |= {each.name: each for each in offer.choices}
