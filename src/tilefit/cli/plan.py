@@ -21,6 +21,7 @@ from tilefit.options import TargetOptions, option
 from tilefit.units import counted
 
 _CLUSTER = "The GPUs"
+_TRAINED = "The training"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,22 @@ class Rented:
     ray: str | None = option(None, RAY, metavar="ADDRESS")
     store: Path | None = option(None, "Store of results; default TILEFIT_STORE.", metavar="FILE")
     epoch: int = option(0, "Samples of an epoch, for its cost.", min=0, metavar="N", show_default=False)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained on them."""
+
+    global_batch: int = option(1024, "Samples of a step, over all GPUs.", metavar="N")
+    layers: int = option(
+        0, "Layers, where the target is built with fewer alike.", min=0, metavar="N", show_default=False
+    )
+    memory: tuple[str, ...] = option(
+        (),
+        "Hold less by loss-in-chunks, fused-loss, activations-on-host, optimizer-on-host, or, which round the"
+        " update, optimizer-bf16, optimizer-8bit; repeat.",
+        metavar="NAME",
+    )
 
 
 #: What can be told how to run a split; by the beginning of its name.
@@ -62,21 +79,10 @@ def plan(
     *,
     gpu: Annotated[list[str] | None, gpu_option("GPU; repeat to compare. Default: h100-sxm.")] = None,
     rented: Annotated[Rented, Group(_CLUSTER)],
-    global_batch: Annotated[int, typer.Option(metavar="N", help="Samples of a step, over all GPUs.")] = 1024,
+    trained: Annotated[Trained, Group(_TRAINED)],
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=N", help="A size of the model, such as num_hidden_layers=32."),
-    ] = None,
-    layers: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Layers, where the target is built with fewer alike.")
-    ] = 0,
-    memory: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Hold less by loss-in-chunks, fused-loss, activations-on-host, optimizer-on-host, or, which "
-            "round the update, optimizer-bf16, optimizer-8bit; repeat.",
-        ),
     ] = None,
     options: Annotated[
         TargetOptions,
@@ -115,10 +121,10 @@ def plan(
             options,
             devices,
             cluster,
-            global_batch,
-            layers,
+            trained.global_batch,
+            trained.layers,
             rented.epoch,
-            tuple(dict.fromkeys(memory or ())),
+            tuple(dict.fromkeys(trained.memory)),
             capture.timeout,
             capture.fresh,
             tell,
