@@ -49,6 +49,7 @@ from tilefit.options import StepOptions
 from tilefit.parallel.blocks import Framework, Model
 from tilefit.parallel.choices import Precision, TrainingSplit
 from tilefit.parallel.planning import Job, Planner, Priced, precision_of
+from tilefit.parallel.schedule import GPIPE, ONE_F_ONE_B
 from tilefit.parallel.training import CONTEXT_BYTES
 
 RESULTS = Path(__file__).parent / "results" / "several_gpus.json"
@@ -778,7 +779,7 @@ def planner(case: Case, gpu: str, scale: float) -> Planner:
 
 def predicted(case: Case, gpu: str, scale: float) -> Priced:
     """Time and memory of a case, as ``tilefit plan`` prices them."""
-    zero = {"fsdp": 3 if case.reshard else 2, "zero1": 1}.get(case.way, 0)
+    zero = {"fsdp": 3, "zero1": 1}.get(case.way, 0)
     checkpoint = "selective" if case.selective else "full" if case.checkpoint else "none"
     split = TrainingSplit(
         tensor=2 if case.way == "tp" else 1,
@@ -789,7 +790,8 @@ def predicted(case: Case, gpu: str, scale: float) -> Priced:
         samples=case.samples,
         chunks=case.chunks,
         checkpoint=checkpoint,
-        gpipe=case.schedule == "GPipe",
+        reshard=case.reshard,
+        schedule=GPIPE if case.schedule == "GPipe" else ONE_F_ONE_B,
         sums_each=case.each,
     )
     return planner(case, gpu, scale).priced(split)

@@ -85,6 +85,23 @@ def test_json_of_two_gpus_with_prices_and_the_text(tilefit, model: str) -> None:
         assert said in text
 
 
+def test_less_memory_is_offered_and_made_where_it_is_asked_for(tilefit, model: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(MODEL.replace("1000", "16000"))
+    command = ("plan", model, "--gpu", "h100-sxm", "--gpus", "1", "--global-batch", "64")
+    plain = json.loads(tilefit(*command, "--output-format", "json").out)["choices"][0]
+    offered = {tuple(each["choices"]): each for each in plain["memory_choices"]}
+    asked = json.loads(tilefit(*command, "--memory", "fused-loss", "--output-format", "json").out)
+    same = next(
+        each for each in asked["choices"][0]["splits"] if each["split"] == offered["fused-loss",]["split"]
+    )
+    assert same == {name: offered["fused-loss",][name] for name in same}
+    assert same["memory_bytes"]["total"] < plain["splits"][0]["memory_bytes"]["total"]
+    assert any("With fused-loss (safe)" in note for note in asked["notes"])
+    text = " ".join(tilefit(*command).out.split())
+    assert "With less memory (--memory NAME)" in text
+    assert "LigerFusedLinearCrossEntropyLoss" in text
+
+
 def test_the_layers_of_each_stage_are_said_and_set(tilefit, model: str) -> None:
     command = ("plan", model, "--gpu", "h100-sxm", "--gpus", "2", "--nodes", "2", "--network", "1x1")
     command += ("--layers", "9", "--global-batch", "64", "--launch", "megatron")
@@ -107,6 +124,8 @@ def test_the_layers_of_each_stage_are_said_and_set(tilefit, model: str) -> None:
         (("--price", "cheap"), "cannot read the price 'cheap'"),
         (("--price", "a100=2"), "a price of a100, which is not compared"),
         (("--set", "width"), "cannot read --set width"),
+        (("--memory", "zip"), "nothing takes less memory by the name of zip"),
+        (("--memory", "fused-loss", "--memory", "loss-in-chunks"), "two ways to do one thing"),
         (
             ("--gpus", "32", "--global-batch", "7"),
             "a global batch of 7 cannot be shared by 32",

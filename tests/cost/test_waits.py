@@ -134,10 +134,10 @@ def test_a_wait_costs_little_where_the_queue_is_empty_anyway() -> None:
 
 def test_a_copy_takes_as_long_as_its_slot_and_its_memory_need() -> None:
     pinned, pageable = (copy(0, 10**9, pinned=pinned, non_blocking=True) for pinned in (True, False))
-    # 12 GB/s of PCIe 3.0 (NVIDIA, "CUDA C++ Best Practices Guide"), four times as much of PCIe 5.0.
+    # 12 GB/s of PCIe 3.0 (NVIDIA, "CUDA C++ Best Practices Guide"), 55.4 GB/s of PCIe 5.0 (measured).
     assert copy_s(pinned, T4) == pytest.approx(1 / 12)
-    assert copy_s(pinned, H200) == pytest.approx(1 / 48)
-    assert copy_s(pinned, get("gh200-96gb")) < copy_s(pinned, H200) / 7
+    assert copy_s(pinned, H200) == pytest.approx(1 / 55.4)
+    assert copy_s(pinned, get("gh200-96gb")) < copy_s(pinned, H200) / 6
     assert 2 < copy_s(pageable, H200) / copy_s(pinned, H200) < 3
 
 

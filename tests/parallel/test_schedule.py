@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules
 
-from tilefit.parallel.schedule import Task, in_flight, order, run
+from tilefit.parallel.schedule import (
+    APART,
+    ONE_F_ONE_B,
+    ZERO_BUBBLE,
+    ZERO_BUBBLE_V,
+    Task,
+    in_flight,
+    order,
+    place_of,
+    run,
+)
 
 
 def test_two_streams_overlap_and_wait() -> None:
@@ -64,4 +77,49 @@ def test_every_stage_does_each_pass_once_forward_first(stages: int, chunks: int,
                 assert ("F", part, chunk) in done[:index]
             held += 1 if kind == "F" else -1
             most = max(most, held)
-        assert most == in_flight(stage, stages, chunks, parts) * chunks
+        assert in_flight(stage, stages, chunks, parts) == ((most / chunks, 0.0),)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "chunks"),
+    [
+        (ONE_F_ONE_B, "ScheduleInterleaved1F1B", 2),
+        (ONE_F_ONE_B, "ScheduleInterleaved1F1B", 4),
+        (ZERO_BUBBLE, "ScheduleInterleavedZeroBubble", 1),
+        (ZERO_BUBBLE, "ScheduleInterleavedZeroBubble", 2),
+        (ZERO_BUBBLE_V, "ScheduleZBVZeroBubble", 2),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_orders_are_those_of_pytorch(schedule: str, name: str, chunks: int, stages: int) -> None:
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
+    for parts in (stages, 3 * stages, *([1, 5] if schedule == ZERO_BUBBLE_V else [])):
+        theirs = SimpleNamespace(
+            n_local_stages=chunks,
+            microbatches_per_round=stages,
+            pp_group_size=stages,
+            num_stages=stages * chunks,
+            _n_microbatches=parts,
+        )
+        for stage in range(stages):
+            actions = getattr(schedules, name)._calculate_single_rank_operations(theirs, stage)
+            expected = [
+                (kinds[each.computation_type.name], each.microbatch_index, each.stage_index)
+                for each in actions
+                if each is not None
+            ]
+            ours = order(stage, stages, chunks, parts, schedule)
+            assert [
+                (kind, part, place_of(stage, chunk, stages, schedule)) for kind, part, chunk in ours
+            ] == expected
+
+
+def test_what_a_stage_holds_by_hand() -> None:
+    # Four stages: 1F1B holds as many micro-batches as there are stages from it on; zero-bubble as many as
+    # the first on each, of which those that are put off wait with their gradients.
+    assert [in_flight(stage, 4, 1, 8) for stage in range(4)] == [((each, 0),) for each in (4, 3, 2, 1)]
+    assert [in_flight(stage, 4, 1, 8, ZERO_BUBBLE) for stage in range(4)] == [
+        ((4, late),) for late in range(4)
+    ]
+    for schedule in APART:
+        assert max(held for stage in range(4) for held, _ in in_flight(stage, 4, 2, 8, schedule)) == 4

@@ -10,15 +10,16 @@ import pytest
 
 from tilefit.capture.child import capture_target
 from tilefit.cost.launch import COLLECTIVE_S, FSDP_S
-from tilefit.cost.links import NETWORKS, Fabric, Network
+from tilefit.cost.links import NETWORKS, TAKEN, Fabric, Network
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
 from tilefit.parallel.blocks import Block, Blocks, Framework, Model
 from tilefit.parallel.choices import Precision, TrainingSplit
-from tilefit.parallel.launchers import settings
-from tilefit.parallel.planning import Job, Planner, precision_of, tokens_of
+from tilefit.parallel.launchers import lacks, settings
+from tilefit.parallel.planning import SLOW_HOST, Job, Planner, precision_of, tokens_of
+from tilefit.parallel.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
 from tilefit.parallel.training import Training
 
 H100 = priced("h100-sxm")
@@ -123,7 +124,10 @@ def test_the_host_launches_again_what_is_computed_again() -> None:
 def test_a_slow_host_shows_where_the_host_limits(models: dict[int, Model]) -> None:
     planner = Planner(models[2], Fabric(H100, 8), Job(1024, precision_of(models[2].step)))
     few, many = TrainingSplit(data=8, zero=3), TrainingSplit(data=8, zero=3, samples=4096)
-    few_s, many_s = (planner.on_slow_host(split) / planner.training(split).step_s() for split in (few, many))
+    few_s, many_s = (
+        planner.step_s(split, Framework(host=SLOW_HOST)) / planner.training(split).step_s()
+        for split in (few, many)
+    )
     assert 1.3 < few_s < 1.5
     assert 1.0 <= many_s < few_s
 
@@ -168,14 +172,18 @@ def test_gradients_that_are_views_of_buckets_are_copied_once_and_held_once() -> 
 
 def test_fsdp_that_keeps_parameters_gathers_once_and_waits_for_its_host() -> None:
     slow = Fabric(H100, 8, Network("slow", 1, 10e9))
-    freed, kept = (training(TrainingSplit(data=16, zero=zero), slow).time() for zero in (3, 2))
+    freed, kept = (
+        training(TrainingSplit(data=16, zero=3, reshard=each), slow).time() for each in (True, False)
+    )
     assert kept.data_s < 0.8 * freed.data_s
     # Three messages of each layer, two where it keeps them; the ends have theirs.
     small = replace(LAYER, forward_s=1e-5, backward_s=2e-5)
     blocks = Blocks(Block(parameters=1), (small,) * 8, Block(parameters=1))
     times = [
-        Training(blocks, TrainingSplit(data=2, zero=zero), CLUSTER, Precision(), Framework()).step_s()
-        for zero in (3, 2)
+        Training(
+            blocks, TrainingSplit(data=2, zero=3, reshard=reshard), CLUSTER, Precision(), Framework()
+        ).step_s()
+        for reshard in (True, False)
     ]
     assert times == pytest.approx([(3 * 10 - 1) * FSDP_S, 2 * 10 * FSDP_S], rel=0.05)
 
@@ -190,10 +198,61 @@ def test_pipelines_of_pytorch_have_room_for_every_message() -> None:
 
 def test_gpipe_holds_every_micro_batch_and_takes_as_long() -> None:
     split = TrainingSplit(pipeline=4, micro_batches=8)
-    made = [training(each) for each in (split, replace(split, gpipe=True))]
+    made = [training(each) for each in (split, replace(split, schedule=GPIPE))]
     held = [each.memory().activations for each in made]
     assert held == [4 * 2 * 10**8, 8 * 2 * 10**8]
     assert made[1].time().time_s == pytest.approx(made[0].time().time_s, rel=0.02)
+
+
+def test_zero_bubble_by_hand() -> None:
+    # Four stages of two layers: 2 ms forward, 4 ms backward, of which 2 ms are gradients of weights.
+    layers = (replace(LAYER, weights_s=1e-3, late_bytes=3 * 10**7),) * 8
+    made = {}
+    for schedule, chunks in ((ONE_F_ONE_B, 1), (ZERO_BUBBLE, 1), (ZERO_BUBBLE, 2), (ZERO_BUBBLE_V, 2)):
+        split = TrainingSplit(pipeline=4, micro_batches=8, chunks=chunks, schedule=schedule)
+        made[schedule, chunks] = Training(
+            replace(BLOCKS, layers=layers), split, Fabric(H100, 8), Precision(), Framework()
+        )
+    bubbles = [each.time().bubble_s for each in made.values()]
+    # (p - 1) (F + B + W) without, (p - 1) (F + B - W) with zero-bubble, half of it with two chunks. With V
+    # the last stage waits for the first chunk's forward pass on all others, and for nothing after that.
+    assert bubbles == pytest.approx([3 * 6e-3, 3 * 2e-3, 3 * 1e-3, 3 * 1e-3], rel=0.03)
+    assert all(each.least_s() <= each.step_s() for each in made.values())
+    # Every stage holds four micro-batches; the last has three that wait for the gradients of their weights.
+    held = [made[ZERO_BUBBLE, 1].stage_memory(stage) for stage in (0, 3)]
+    assert [each.activations for each in held] == [4 * 2 * 10**8] * 2
+    # At the fullest moment the last stage is in its first layer, whose own are not there yet.
+    assert held[1].temporary - held[0].temporary == pytest.approx((3 * 2 - 1) * 3 * 10**7)
+
+
+def test_messages_that_are_asked_for_ahead_take_their_part_of_the_gpu_while_they_wait() -> None:
+    # Two stages that always have a message under way: at most a fifth of what they compute.
+    split = TrainingSplit(pipeline=2, micro_batches=32)
+    once, ahead = (training(replace(split, chunks=chunks), Fabric(H100, 8)).time() for chunks in (1, 2))
+    assert once.data_s < 0.01 * once.compute_s
+    assert 0.25 * TAKEN * ahead.compute_s < ahead.data_s < TAKEN * ahead.compute_s + 0.01 * ahead.compute_s
+
+
+def test_fsdp_in_a_pipeline_gathers_once_or_again_and_holds_what_it_gathered() -> None:
+    split = TrainingSplit(data=8, pipeline=2, micro_batches=4, zero=3)
+    fabric = Fabric(H100, 8, Network("slow", 1, 10e9))
+    again, once = (training(replace(split, reshard=each), fabric) for each in (True, False))
+
+    def gathers(made: Training) -> int:
+        return sum(1 for task in made.tasks(4) if task.name[0] == "G")  # type: ignore[index]
+
+    # Both ends and eight layers. Freed behind forward passes alone, a layer is there in a pass that follows a
+    # backward one: stages run F F B F B F B B and F B F B F B F B.
+    assert (gathers(once), gathers(again)) == (10, 5 * (1 + 1 + 1 + 1 + 1) + 5 * (1 + 4))
+    assert once.step_s() < again.step_s()
+    # Gradients are whole until the last micro-batch in both; every parameter of the stage is there, or all
+    # from the layer ahead on.
+    own = 10**6 + 4 * 10**7
+    assert once.stage_memory(0).gradients == 4 * own + 6 * 10**7
+    assert once.stage_memory(0).parameters == 2 * own / 8 + 2 * own
+    assert again.stage_memory(0).parameters < once.stage_memory(0).parameters
+    whole = training(replace(split, zero=1), fabric).stage_memory(0)
+    assert once.stage_memory(0).optimizer == whole.optimizer
 
 
 def test_tied_parameters_are_held_once_by_a_stage_that_has_both_ends_and_else_by_both() -> None:
@@ -387,6 +446,30 @@ def test_settings_of_frameworks() -> None:
     assert both["Megatron-LM"][0] == staged
     assert "--num-virtual-stages-per-pipeline-rank 2" in both["Megatron-LM"][1]
     assert both["DeepSpeed"] == sharded["DeepSpeed"]
+
+
+def test_settings_of_experts_schedules_and_sharded_pipelines_or_what_is_missing() -> None:
+    mixture = TrainingSplit(data=8, tensor=2, experts=4, zero=3)
+    titan = tomllib.loads(settings([(mixture, (4,))], 8, 512)["torchtitan"][1])["parallelism"]
+    assert (titan["expert_parallel_degree"], titan["expert_tensor_parallel_degree"]) == (4, 1)
+    assert titan["fsdp_reshard_after_forward"] == "always"
+    assert lacks("DeepSpeed", mixture, 512) == ["tensor parallelism", "ZeRO-3 of experts"]
+    assert lacks("Megatron-LM", mixture, 512) == ["FSDP, in this program"]
+    plain = settings([(TrainingSplit(data=8, experts=4, zero=1), (4,))], 8, 512)
+    assert {*plain} == {"DeepSpeed", "Megatron-LM"}
+    assert "--expert-model-parallel-size 4" in plain["Megatron-LM"][1]
+    comment, config = plain["DeepSpeed"][1].split("\n", 1)
+    assert "ep_size=4" in comment
+    assert json.loads(config)["zero_optimization"]["stage"] == 1
+    for schedule, theirs in ((ZERO_BUBBLE, "InterleavedZeroBubble"), (ZERO_BUBBLE_V, "ZBVZeroBubble")):
+        split = TrainingSplit(
+            data=4, pipeline=2, zero=3, reshard=False, chunks=2, schedule=schedule, micro_batches=4
+        )
+        made = settings([(split, (2,) * 4)], 8, 512)
+        assert {*made} == {"torchtitan"}
+        titan = tomllib.loads(made["torchtitan"][1])["parallelism"]
+        assert titan["pipeline_parallel_schedule"] == theirs
+        assert titan["fsdp_reshard_after_forward"] == "never"
 
 
 def test_no_stage_has_much_more_than_another_for_the_sake_of_a_slow_one() -> None:

@@ -20,6 +20,7 @@ from tilefit.options import ProgramOptions, TargetOptions, option
 from tilefit.units import counted
 
 _CLUSTER = "The GPUs"
+_TRAINED = "The training"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Rented:
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained."""
+    """What is trained on them."""
 
     global_batch: int | None = option(
         None, "Samples of a step, over all GPUs; default: 1024, of a program what it has.", metavar="N"
@@ -51,7 +52,15 @@ class Trained:
     settings: tuple[str, ...] = option(
         (), "A size of the model, such as num_hidden_layers=32; repeat.", "--set", metavar="NAME=N"
     )
-    layers: int = option(0, "Layers, where the target is built with fewer alike.", min=0, metavar="N")
+    layers: int = option(
+        0, "Layers, where the target is built with fewer alike.", min=0, metavar="N", show_default=False
+    )
+    memory: tuple[str, ...] = option(
+        (),
+        "Hold less by loss-in-chunks, fused-loss, activations-on-host, optimizer-on-host, or, which round the"
+        " update, optimizer-bf16, optimizer-8bit; repeat.",
+        metavar="NAME",
+    )
 
 
 #: What can be told how to run a split; by the beginning of its name.
@@ -75,7 +84,7 @@ def plan(
     *,
     gpu: Annotated[list[str] | None, gpu_option("GPU; repeat to compare. Default: h100-sxm.")] = None,
     rented: Annotated[Rented, Group(_CLUSTER)],
-    training: Annotated[Trained, Group("Options")],
+    trained: Annotated[Trained, Group(_TRAINED)],
     options: Annotated[
         TargetOptions,
         Group("The step", without=("batch", "train", "on_cpu", "channels_last", "compile", "input")),
@@ -90,10 +99,10 @@ def plan(
 ) -> None:
     """Plan a training on many GPUs: tilefit plan hf:llama --gpu h100-sxm --gpus 64 --network efa.
 
-    Searches data, FSDP/ZeRO, tensor, pipeline and context parallelism, micro-batches and checkpointing at a
-    fixed global batch within the memory; interrupted, the same command goes on where it stopped. Without
-    --amp it is trained in bf16, with fp32 copies of weights. A program trains as it does on one GPU: in its
-    precision, with its optimizer.
+    Searches data, FSDP/ZeRO, tensor, pipeline, context and expert parallelism, schedules, micro-batches and
+    checkpointing at a fixed global batch within the memory; interrupted, the same command goes on where it
+    stopped. Without --amp it is trained in bf16, with fp32 copies of weights. A program trains as it does on
+    one GPU: in its precision, with its optimizer.
     """
     from tilefit.cost.links import network
 
@@ -101,7 +110,7 @@ def plan(
     how = step_options.asked(context, target, options, program, arguments, own=own)
     net = network(rented.network)
     prices = report_output.prices(rented.price)
-    sizes = _sizes(training.settings)
+    sizes = _sizes(trained.settings)
     how.require_places(sizes)
     for name, size in sizes.items():
         how = how.at_size(name, size, varies=False)
@@ -121,9 +130,10 @@ def plan(
             how,
             devices,
             cluster,
-            training.global_batch,
-            training.layers,
+            trained.global_batch,
+            trained.layers,
             rented.epoch,
+            tuple(dict.fromkeys(trained.memory)),
             capture.timeout,
             capture.fresh,
             tell,

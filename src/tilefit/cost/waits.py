@@ -12,12 +12,22 @@ from tilefit.gpus import Gpu
 from tilefit.ops import HostEvent, Program
 
 #: What the slot of a GPU delivers in one direction: 16 lanes of PCIe 3.0, 4.0 and 5.0 (PCI-SIG: 8, 16 and
-#: 32 GT/s, 128 of 130 bits are data), and NVLink-C2C of a GH200 (its datasheet: 900 GB/s, both directions).
-_PCIE_3, _PCIE_4, _PCIE_5, _C2C = 15.75e9, 31.5e9, 63e9, 450e9
+#: 32 GT/s, 128 of 130 bits are data), and NVLink-C2C (datasheets: 900 GB/s in both directions, of a GH200,
+#: and of the two GPUs of a GB200 or GB300 together).
+_PCIE_3, _PCIE_4, _PCIE_5 = 15.75e9, 31.5e9, 63e9
+_C2C = {"gh200": 450e9, "gb200": 225e9, "gb300": 225e9}
 _SLOTS = {"pascal": _PCIE_3, "volta": _PCIE_3, "turing": _PCIE_3, "ampere": _PCIE_4, "ada": _PCIE_4}
+#: The memory of hosts with two sockets, by channels, rate and 8 bytes: eight of DDR5-4800 (DGX H100) and of
+#: DDR4-3200 (DGX A100), six of DDR4-2666 (DGX-2); and Grace's LPDDR5X (datasheet), of a GH200's or a GB200's.
+_DDR5, _DDR4, _DDR4_2666, _LPDDR5X = 614e9, 410e9, 256e9, 512e9
+_MEMORY = {
+    **dict.fromkeys(("gh200", "gb200", "gb300"), _LPDDR5X),
+    **dict.fromkeys(("ampere", "ada"), _DDR4),
+    **dict.fromkeys(("turing", "volta", "pascal"), _DDR4_2666),
+}
 #: The part of it that copies from page-locked memory reach: 12 GB/s of PCIe 3.0 (NVIDIA, "CUDA C++ Best
-#: Practices Guide", pinned memory).
-_PINNED = 12e9 / _PCIE_3
+#: Practices Guide", pinned memory), 55.4 GB/s of PCIe 5.0 (an H100, ``benchmarks/memory_choices.py``).
+_PINNED, _PINNED_5 = 12e9 / _PCIE_3, 55.4e9 / _PCIE_5
 #: What copies from pageable memory reach of that, which the driver copies to page-locked memory first: 2.3
 #: GB/s of 5.7 GB/s (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"). Not measured on newer hosts.
 _PAGEABLE = 2.3 / 5.7
@@ -39,8 +49,13 @@ def copy_s(event: HostEvent, gpu: Gpu) -> float:
 
 def host_bytes_per_s(gpu: Gpu) -> float:
     """Rate of copies between the GPU and page-locked memory of the host, in one direction."""
-    link = _C2C if gpu.name.startswith("gh200") else _SLOTS.get(gpu.architecture, _PCIE_5)
-    return link * _PINNED
+    link = _C2C.get(gpu.name.partition("-")[0], _SLOTS.get(gpu.architecture, _PCIE_5))
+    return link * (_PINNED_5 if link == _PCIE_5 else _PINNED)
+
+
+def host_memory_bytes_per_s(gpu: Gpu) -> float:
+    """Rate of the memory of a host that such a GPU is found in, for all of its GPUs."""
+    return _MEMORY.get(gpu.name.partition("-")[0], _MEMORY.get(gpu.architecture, _DDR5))
 
 
 def launches_block(program: Program) -> bool:

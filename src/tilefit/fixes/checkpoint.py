@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -16,13 +16,14 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from tilefit import units
-from tilefit.cost.recompute import CALL_S, NORMALIZATION, Recompute, Recomputed
+from tilefit.cost.recompute import CALL_S, NORMALIZATION, Recompute
 from tilefit.fixes.behaviour import Behaviour
 from tilefit.fixes.calls import is_transformed
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix
 from tilefit.fixes.modules import submodule
 from tilefit.fixes.run import Run
+from tilefit.rules import base
 
 #: What is aimed at, as shares of the budget: what a choice takes is predicted first, and captured then.
 _AIMS = (1.0, 0.98, 0.95, 0.9, 0.8)
@@ -160,27 +161,35 @@ def compute_again(context: Context) -> Found:
     statistics of normalisation, which are put aside while the module runs again), or parameters that they
     use twice.
     """
-    step, budget = context.step, context.run.budget_bytes(context.gpu)
-    memory = step.memory
-    if not step.settings.training or memory.peak_bytes <= budget or not memory.timeline.events:
+    model = context.run.model
+    yield from choices(context, context.run.budget_bytes(context.gpu), lambda path: is_fit(model, path))
+
+
+def choices(
+    context: base.Context, budget_bytes: float, allowed: Callable[[str], bool]
+) -> Iterator[Checkpointed]:
+    """Modules that bring a step into a budget, each choice to be tried where the one before it did not.
+
+    Args:
+        context: The priced step.
+        budget_bytes: What its tensors may take at once.
+        allowed: Whether a module may be computed again.
+    """
+    step, memory = context.step, context.step.memory
+    if not step.settings.training or memory.peak_bytes <= budget_bytes or not memory.timeline.events:
         return
-    search = Recompute(step, context.estimate.ops, lambda path: _is_fit(context.run.model, path))
+    search = Recompute(step, context.estimate.ops, allowed)
     tried: set[tuple[str, ...]] = set()
     for aim in _AIMS:
-        found = search.within(aim * budget)
+        found = search.within(aim * budget_bytes)
         if found.modules and found.modules not in tried:
             tried.add(found.modules)
-            yield changed(found, memory.peak_bytes)
+            saved_bytes, host_s = memory.peak_bytes - found.peak_bytes, CALL_S * len(found.modules)
+            yield Checkpointed(found.modules, saved_bytes, found.extra_s, host_s=host_s)
 
 
-def changed(found: Recomputed, peak_bytes: int) -> Checkpointed:
-    """The change that a choice of modules is."""
-    return Checkpointed(
-        found.modules, peak_bytes - found.peak_bytes, found.extra_s, host_s=CALL_S * len(found.modules)
-    )
-
-
-def _is_fit(model: nn.Module, path: str) -> bool:
+def is_fit(model: nn.Module, path: str) -> bool:
+    """Whether a module of a model can be computed again, and is not yet."""
     try:
         Checkpoint().require(submodule(model, path), path)
     except RefusedError:

@@ -16,7 +16,7 @@ from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.options import StepOptions
-from tilefit.rules.batch.memory import USABLE_SHARE
+from tilefit.rules.batch.memory import usable_bytes
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Run:
 
     def budget_bytes(self, gpu: Gpu) -> float:
         """Bytes that the step's tensors may take at once."""
-        return USABLE_SHARE * gpu.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        return usable_bytes(gpu) if self.memory_bytes is None else self.memory_bytes
 
     def capture(self) -> Step:
         """The step it executes, on shapes alone unless its options say otherwise.

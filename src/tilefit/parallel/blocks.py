@@ -5,22 +5,34 @@ A model of many equal layers is captured with few of them; their blocks are repe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 
 from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, around_s, launch
 from tilefit.cost.links import Fabric
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
-from tilefit.ops import FORWARD, OPTIMIZER, Attention, Collective, Gemm, Step, StepOp, Streaming
-from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from tilefit.ops import (
+    BACKWARD_WEIGHT,
+    FORWARD,
+    OPTIMIZER,
+    Attention,
+    Collective,
+    Gemm,
+    Step,
+    StepOp,
+    Streaming,
+)
+from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import scale_batch
+from tilefit.parallel.experts import Experts, expert_parallel, experts_of
 from tilefit.parallel.lifetimes import Lifetimes, bytes_of
 from tilefit.parallel.pipeline import layer_of, layers_of, places
+from tilefit.parallel.schedule import cut
 from tilefit.parallel.tensor import tensor_parallel
 
 #: Times of kernels in a training of hours over those of benchmarks of milliseconds, on GPUs that reach the
@@ -36,12 +48,18 @@ class Block:
         forward_s, backward_s: Its computation, or the host's launches where they take longer.
         forward_host_s, backward_host_s: The host's launches.
         forward_link_s, backward_link_s: Communication that its computation waits for.
+        weights_s: Of the backward pass, the gradients of weights, which a pipeline may put off.
         recompute_s: What a split computes again in the backward pass.
+        gathered_s, summed_s: Messages of a split's replicas: its parameters, its gradients.
         flop: Of its products, forward and backward.
         parameters: Elements that the rank holds.
+        experts: Of them, those of experts that ranks share.
         tensors: In how many tensors.
         saved_bytes: What the forward pass keeps for the backward pass.
         surplus_bytes: What the backward pass holds at its fullest moment beyond that.
+        logits_bytes: Of the two, what logits, what is made of them, and their gradients take.
+        logits_surplus_bytes: Of these, what is none of the ``saved_bytes``.
+        late_bytes: Gradients that those of weights are made of.
         products_bytes: Results that selective checkpointing keeps: of products and attention, also those that
             the backward pass does not read.
         products_s: Forward time of those.
@@ -54,12 +72,19 @@ class Block:
     backward_host_s: float = 0.0
     forward_link_s: float = 0.0
     backward_link_s: float = 0.0
+    weights_s: float = 0.0
     recompute_s: float = 0.0
+    gathered_s: float = 0.0
+    summed_s: float = 0.0
     flop: int = 0
     parameters: int = 0
+    experts: int = 0
     tensors: int = 0
     saved_bytes: int = 0
     surplus_bytes: int = 0
+    logits_bytes: int = 0
+    logits_surplus_bytes: int = 0
+    late_bytes: int = 0
     products_bytes: int = 0
     products_s: float = 0.0
     input_bytes: int = 0
@@ -98,6 +123,8 @@ class Framework:
             (``Tensor.record_stream``).
         receives_apart: A stage of a pipeline has memory for what it is sent of every micro-batch, as by
             ``torch.distributed.pipelining``.
+        imbalance: Tokens that the fullest rank's experts are given over the mean; 1 is what a router is
+            trained for. Products and messages are as many times as large.
         bounds: Where the layers of each of so many stages begin, and where the last end; a stage may have
             none. None: the slowest stage is as fast as can be.
     """
@@ -116,6 +143,7 @@ class Framework:
     gathers_again: bool = False
     late: float = 0.0
     receives_apart: bool = True
+    imbalance: float = 1.0
     bounds: Callable[[int], tuple[int, ...]] | None = None
 
     def paced(self, block: Block, layer_host_s: float) -> Block:
@@ -123,10 +151,12 @@ class Framework:
         # The host is ahead of the communication too.
         forward_s = max(block.forward_host_s, layer_host_s / 3) - block.forward_link_s
         backward_s = max(block.backward_host_s, layer_host_s * 2 / 3) - block.backward_link_s
+        backward_s = max(block.backward_s * self.slowdown, backward_s)
         return replace(
             block,
             forward_s=max(block.forward_s * self.slowdown, forward_s),
-            backward_s=max(block.backward_s * self.slowdown, backward_s),
+            backward_s=backward_s,
+            weights_s=backward_s * block.weights_s / block.backward_s if block.backward_s else 0.0,
             products_s=block.products_s * self.slowdown,
         )
 
@@ -149,6 +179,35 @@ class Blocks:
     optimizer_s: float = 0.0
     buffer_bytes: int = 0
     tied: int = 0
+    _bounds: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def bounds(self, parts: int) -> tuple[int, ...]:
+        """Where each of so many parts of the layers begins, and where the last ends.
+
+        The slowest is as fast as can be. Of equally fast ways one that shares the rest evenly, the first with
+        the least: it holds most micro-batches.
+
+        Raises:
+            UsageError: there are fewer layers.
+        """
+        if parts not in self._bounds:
+            self._bounds[parts] = self._cut(parts)
+        return self._bounds[parts]
+
+    def _cut(self, parts: int) -> tuple[int, ...]:
+        costs = [block.forward_s + block.backward_s for block in self.layers]
+        before_s, after_s = (block.forward_s + block.backward_s for block in (self.before, self.after))
+        low_s, high_s = 0.0, 1.01 * (before_s + sum(costs) + after_s)
+        best = cut(costs, before_s, after_s, parts, high_s)
+        if best is None or len(costs) < parts:
+            raise UsageError(
+                f"{len(costs)} layers do not fill {parts} pipeline stages", hint="Take fewer stages."
+            )
+        for _ in range(30):
+            middle_s = (low_s + high_s) / 2
+            found = cut(costs, before_s, after_s, parts, middle_s)
+            low_s, high_s, best = (low_s, middle_s, found) if found else (middle_s, high_s, best)
+        return cut(costs, before_s, after_s, parts, high_s, fair=True) or best
 
 
 class Model:
@@ -211,11 +270,13 @@ class Model:
         return max((e.op.num_kv_heads for e in self.step.ops if isinstance(e.op, Attention)), default=0)
 
     @cached_property
+    def _mixtures(self) -> list[Experts]:
+        return experts_of(self.step, self.prefix)
+
+    @cached_property
     def experts(self) -> int:
-        """Experts of a layer, whose weights lie side by side; 0 where there are none."""
-        weights = {name for name, parameter in self.step.parameters.items() if len(parameter.shape) == 3}
-        products = [e.op for e in self.step.ops if isinstance(e.op, Gemm) and e.parameter in weights]
-        return max((op.batch for op in products if op.batch > 1), default=0)
+        """Experts of a layer, of the fewest that one has; 0 where there are none."""
+        return gcd(*(each.count for each in self._mixtures))
 
     @cached_property
     def flop(self) -> float:
@@ -228,7 +289,12 @@ class Model:
         return every / self.step.batch
 
     def blocks(
-        self, fabric: Fabric, samples: float, tensor: int = 1, framework: Framework | None = None
+        self,
+        fabric: Fabric,
+        samples: float,
+        tensor: int = 1,
+        framework: Framework | None = None,
+        experts: int = 1,
     ) -> Blocks:
         """The blocks of one rank.
 
@@ -237,12 +303,10 @@ class Model:
             samples: Of a micro-batch; a part of one where context parallelism splits its sequence.
             tensor: Ranks that share each layer.
             framework: What runs it.
+            experts: Ranks that share the experts of a layer.
         """
         framework = framework or Framework()
-        sequence = framework.sequence
-        whole = scale_batch(self.step, samples / self.step.batch)
-        step = tensor_parallel(whole, tensor)[0] if tensor > 1 else whole
-        alone = _alone(whole, step, tensor) if sequence and tensor > 1 else set()
+        step, alone = self._on_rank(samples, tensor, framework, experts)
         entries = [
             replace(entry, op=entry.op.shared(1 / tensor)) if index in alone else entry
             for index, entry in enumerate(step.ops)
@@ -257,30 +321,54 @@ class Model:
         made = []
         for place in range(self.captured + 2):
             members = [i for i, each in enumerate(where) if each == place and entries[i].phase != OPTIMIZER]
-            is_layer = 0 < place <= self.captured
-            host_s = framework.layer_host_s if is_layer else 0.0
+            host_s = framework.layer_host_s if 0 < place <= self.captured else 0.0
             block = _block([(entries[i], times[i], parts.get(i, 1)) for i in members], framework.again)
-            kept = sum(lifetimes.kept(members).values())
-            block = replace(block, saved_bytes=kept, surplus_bytes=lifetimes.surplus(members))
+            block = _with_tensors(block, lifetimes, members)
+            if place > self.captured:
+                block = _with_logits(block, lifetimes.without_logits(members), members)
             made.append(framework.paced(block, host_s))
         sizes = {name: prod(parameter.shape) for name, parameter in step.parameters.items()}
         made = [
-            replace(block, parameters=sum(sizes[name] for name in names), tensors=len(names))
-            for block, names in zip(made, self._names, strict=True)
+            replace(
+                block,
+                parameters=sum(sizes[name] for name in own),
+                experts=sum(sizes[name] for name in own & self._shared),
+                tensors=len(own),
+            )
+            for block, own in zip(made, (sizes.keys() & each for each in self._names), strict=True)
         ]
         first, *layers, last = made
         width = max((self._crossing(step, index) for index in range(self.captured)), default=0)
-        layers = [replace(layer, input_bytes=width // (tensor if sequence else 1)) for layer in layers]
-        held = sum(prod(p.shape) for p in step.parameters.values() if p.trainable)
+        width //= tensor if framework.sequence else 1
+        layers = [replace(layer, input_bytes=width) for layer in layers]
         update_s = sum(times[i][0] for i, entry in enumerate(entries) if entry.phase == OPTIMIZER)
+        held = sum(prod(p.shape) for p in step.parameters.values() if p.trainable)
         return Blocks(
             first,
             tuple(layers[index % self.captured] for index in range(self.layers)),
-            replace(last, input_bytes=width // (tensor if sequence else 1)),
+            replace(last, input_bytes=width),
             update_s / held if held else 0.0,
             step.memory.buffer_bytes,
             sum(sizes[name] for name in self._names[0] if self.captured + 1 in self._readers[name]),
         )
+
+    @cached_property
+    def _shared(self) -> set[str]:
+        """Parameters of experts."""
+        return {name for each in self._mixtures for name in each.names}
+
+    def _on_rank(
+        self, samples: float, tensor: int, framework: Framework, experts: int
+    ) -> tuple[Step, set[int]]:
+        """The step of one rank, and which of its operations tensor-parallel ranks split by the sequence."""
+        whole, own = scale_batch(self.step, samples / self.step.batch), set[int]()
+        if self._mixtures:
+            sharing = tensor if framework.sequence else 1
+            whole, own = expert_parallel(whole, self._mixtures, experts, sharing, framework.imbalance)
+        if tensor == 1:
+            return whole, set()
+        step, _ = tensor_parallel(whole, tensor, self._shared)
+        return step, _alone(whole, step, tensor, own) if framework.sequence else set()
 
     def _crossing(self, step: Step, layer: int) -> int:
         """Bytes of what a layer hands on: its last result."""
@@ -296,7 +384,7 @@ def _block(members: Iterable[tuple[StepOp, tuple[float, float], int]], again: in
     """What operations take together; each with its times of GPU and host, and the ranks that share it."""
     compute = {True: [0.0, 0.0], False: [0.0, 0.0]}  # by direction: of the GPU, of the host
     link = {True: 0.0, False: 0.0}
-    products_s = 0.0
+    products_s = weights_s = 0.0
     flop = products = multiplied = 0
     for entry, (gpu_s, host_s), part in members:
         forward = entry.phase == FORWARD
@@ -305,6 +393,7 @@ def _block(members: Iterable[tuple[StepOp, tuple[float, float], int]], again: in
             link[forward] += gpu_s
             continue
         compute[forward][0] += gpu_s
+        weights_s += gpu_s * (entry.phase == BACKWARD_WEIGHT)
         flop += entry.op.flop if entry.op.multiplies else 0
         multiplied += forward and isinstance(entry.op, Gemm)
         left_out = isinstance(entry.op, Gemm) and again and multiplied % again == 0
@@ -318,24 +407,46 @@ def _block(members: Iterable[tuple[StepOp, tuple[float, float], int]], again: in
         backward_host_s=compute[False][1],
         forward_link_s=link[True],
         backward_link_s=link[False],
+        weights_s=weights_s,
         flop=flop,
         products_bytes=products,
         products_s=products_s,
     )
 
 
-def _alone(whole: Step, step: Step, tensor: int) -> set[int]:
-    """Streaming operations that every tensor-parallel rank would do in full; indices into the rank's step."""
+def _with_tensors(block: Block, lifetimes: Lifetimes, members: list[int]) -> Block:
+    """A block with what its operations hold."""
+    return replace(
+        block,
+        saved_bytes=sum(lifetimes.kept(members).values()),
+        surplus_bytes=lifetimes.surplus(members),
+        late_bytes=lifetimes.late(members),
+    )
+
+
+def _with_logits(block: Block, others: Lifetimes, members: Collection[int]) -> Block:
+    """What logits take of a block, of whose other tensors the lifetimes are."""
+    saved = block.saved_bytes - sum(others.kept(members).values())
+    surplus = block.surplus_bytes - others.surplus(members)
+    return replace(block, logits_bytes=saved + surplus, logits_surplus_bytes=surplus)
+
+
+def _alone(whole: Step, step: Step, tensor: int, experts: set[int]) -> set[int]:
+    """Operations that every tensor-parallel rank would do in full: streaming ones, and of the whole step
+    those of ``experts``; indices into the rank's step."""
     ranks = [i for i, entry in enumerate(step.ops) if not _inserted(entry, tensor)]
     return {
         mine
-        for mine, entry in zip(ranks, whole.ops, strict=True)
-        if isinstance(entry.op, Streaming) and entry.phase != OPTIMIZER and step.ops[mine].op == entry.op
+        for index, (mine, entry) in enumerate(zip(ranks, whole.ops, strict=True))
+        if (isinstance(entry.op, Streaming) or index in experts)
+        and entry.phase != OPTIMIZER
+        and step.ops[mine].op == entry.op
     }
 
 
 def _inserted(entry: StepOp, tensor: int) -> bool:
-    return isinstance(entry.op, Collective) and entry.op.ranks == tensor
+    op = entry.op
+    return isinstance(op, Collective) and op.ranks == tensor and op.function != ALL_TO_ALL
 
 
 def _times(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilefit.options import Split
+from tilefit.parallel.schedule import ONE_F_ONE_B
 
 #: Choices of what the backward pass computes again: nothing; what lies between products and attention; all.
 CHECKPOINTS = ("none", "selective", "full")
@@ -16,22 +17,26 @@ class TrainingSplit(Split):
 
     Attributes:
         context: Ranks that share each sample's sequence.
+        experts: Ranks of one stage that share the experts of each layer.
         zero: What the replicas share among them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3
             parameters too (FSDP).
+        reshard: FSDP frees what it has gathered of a layer behind its forward pass.
         samples: Of a micro-batch.
-        chunks: Parts of the layers that each stage has (interleaved 1F1B); 1: one (1F1B).
+        chunks: Parts of the layers that each stage has.
+        schedule: In which order stages run micro-batches: one of :mod:`tilefit.parallel.schedule`.
         checkpoint: One of :data:`CHECKPOINTS`.
-        gpipe: A pipeline runs all forward passes first (GPipe).
         sums_each: Gradients are summed up behind every micro-batch, not behind the last alone (``no_sync``);
-            None: with FSDP, which then holds a share of them only.
+            None: with ZeRO-2 and FSDP outside of pipelines, which then hold a share of them only.
     """
 
     context: int = 1
+    experts: int = 1
     zero: int = 0
+    reshard: bool = True
     samples: int = 1
     chunks: int = 1
+    schedule: str = ONE_F_ONE_B
     checkpoint: str = "none"
-    gpipe: bool = False
     sums_each: bool | None = None
 
     @property
@@ -46,21 +51,22 @@ class TrainingSplit(Split):
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters."""
+        """Ranks that hold the same parameters, but for those of experts."""
         return self.data * self.context
 
     def sums(self, part: int, parts: int) -> bool:
         """Whether gradients are summed up behind a micro-batch."""
-        each = self.zero > 1 if self.sums_each is None else self.sums_each
-        return self.replicas > 1 and (each or part == parts - 1)
+        each = self.zero > 1 and self.pipeline == 1 if self.sums_each is None else self.sums_each
+        return each or part == parts - 1
 
     def __str__(self) -> str:
-        sizes = [(name, getattr(self, name)) for name in ("data", "tensor", "pipeline", "context")]
+        sizes = [(name, getattr(self, name)) for name in ("data", "tensor", "pipeline", "context", "experts")]
         said = [f"{name} {size}" for name, size in sizes if size > 1] or ["one GPU"]
         said += [("", "ZeRO-1", "ZeRO-2", "FSDP")[self.zero]] if self.zero else []
+        said[-1] += " kept" if self.zero == 3 and not self.reshard else ""
         said.append(f"{self.parts} x {self.samples}")
         said += [f"{self.chunks} chunks"] if self.chunks > 1 else []
-        said += ["GPipe"] if self.gpipe else []
+        said += [self.schedule] if self.schedule != ONE_F_ONE_B else []
         said += [f"{self.checkpoint} recompute"] if self.checkpoint != "none" else []
         return ", ".join(said)
 
@@ -81,6 +87,6 @@ class Precision:
     weight: int = 2
     work: int = 2
     gradient: int = 4
-    optimizer: int = 12
+    optimizer: float = 12
     copies: int = 0
     master: int = 0

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tilefit.parallel.choices import TrainingSplit
+from tilefit.parallel.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
 
 #: How many layers each part of a pipeline has, in the order in which they run.
 Layers = Sequence[int]
-#: Name of a framework, and what makes its settings; None where it cannot do this split.
-Settings = Callable[[TrainingSplit, Layers, int, int], str | None]
+#: Makes settings from a split, its layers, the GPUs of a machine and the tokens of a sample.
+Settings = Callable[[TrainingSplit, Layers, int, int], str]
+#: Something that a split may need, and whether it does.
+Lack = tuple[str, Callable[[TrainingSplit], bool]]
 
 
 def settings(
@@ -27,9 +30,15 @@ def settings(
     made: dict[str, tuple[TrainingSplit, str]] = {}
     for split, layers in splits:
         for name, make in _FRAMEWORKS.items():
-            if name not in made and (text := make(split, layers, per_machine, tokens)) is not None:
-                made[name] = split, text
+            if name not in made and not lacks(name, split, tokens):
+                made[name] = split, make(split, layers, per_machine, tokens)
     return {name: made[name] for name in _FRAMEWORKS if name in made}
+
+
+def lacks(name: str, split: TrainingSplit, tokens: int) -> list[str]:
+    """What a framework would need for a split and does not have."""
+    needs_tokens = ["what has no tokens"] * (name == "torchtitan" and not tokens)
+    return needs_tokens + [what for what, needed in _LACKS[name] if needed(split)]
 
 
 def _torchrun(split: TrainingSplit, per_machine: int, script: str) -> str:
@@ -38,9 +47,7 @@ def _torchrun(split: TrainingSplit, per_machine: int, script: str) -> str:
     return f"torchrun {here} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 {script}"
 
 
-def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
-    if split.pipeline > 1 or split.context > 1 or split.zero == 1:
-        return None  # its ZeRO-1 sends every rank all sums, and takes longer
+def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
     lines = [_torchrun(split, per_machine, "train.py"), "# in train.py:"]
     if split.tensor > 1:
         lines.append(
@@ -56,7 +63,9 @@ def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) 
     if split.zero == 3:
         policy = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         lines.append(
-            f"for part in (*model.layers, model): fully_shard(part, mesh={data}, mp_policy={policy})"
+            f"for part in (*model.layers, model): fully_shard(part, mesh={data}, mp_policy={policy}" + ")"
+            if split.reshard
+            else ", reshard_after_forward=False)"
         )
     elif split.data > 1:
         group = f"process_group={data}.get_group(), gradient_as_bucket_view=True"
@@ -83,9 +92,7 @@ def _recompute(split: TrainingSplit) -> list[str]:
     ]
 
 
-def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
-    if not tokens or split.zero in (1, 2) or split.checkpoint == "selective":
-        return None  # its selective mode computes every second product again
+def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
     shard = split.data if split.zero == 3 else 1
     lines = [
         "[training]",
@@ -99,8 +106,12 @@ def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: 
         f"pipeline_parallel_degree = {split.pipeline}",
         f"context_parallel_degree = {split.context}",
     ]
+    if split.experts > 1:
+        lines += [f"expert_parallel_degree = {split.experts}", "expert_tensor_parallel_degree = 1"]
+    if shard > 1:
+        lines.append(f'fsdp_reshard_after_forward = "{"always" if split.reshard else "never"}"')
     if split.pipeline > 1:
-        kind = "Interleaved1F1B" if split.chunks > 1 else "1F1B"
+        kind = _TITAN_SCHEDULES.get(split.schedule, "Interleaved1F1B" if split.chunks > 1 else "1F1B")
         lines += [
             f'pipeline_parallel_schedule = "{kind}"',
             f"pipeline_parallel_microbatch_size = {split.samples}",
@@ -122,11 +133,7 @@ def _parts(layers: Layers) -> Iterator[list[str]]:
         first += count
 
 
-def _accelerate(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
-    if split.pipeline > 1 or split.tensor > 1 or split.context > 1 or split.zero in (1, 2):
-        return None
-    if split.checkpoint not in ("none", "full" if split.zero else "none"):
-        return None
+def _accelerate(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
     machines = -(-split.gpus // per_machine)
     lines = [
         "compute_environment: LOCAL_MACHINE",
@@ -142,7 +149,7 @@ def _accelerate(split: TrainingSplit, layers: Layers, per_machine: int, tokens: 
         lines += [
             "fsdp_config:",
             "  fsdp_version: 2",
-            "  fsdp_reshard_after_forward: true",
+            f"  fsdp_reshard_after_forward: {str(split.reshard).lower()}",
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             f"  fsdp_activation_checkpointing: {str(split.checkpoint != 'none').lower()}",
         ]
@@ -150,9 +157,7 @@ def _accelerate(split: TrainingSplit, layers: Layers, per_machine: int, tokens: 
     return "\n".join(lines)
 
 
-def _deepspeed(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
-    if split.pipeline > 1 or split.tensor > 1 or split.context > 1 or split.checkpoint != "none":
-        return None  # what is computed again is set in the model, not here
+def _deepspeed(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
     config: dict[str, Any] = {
         "train_batch_size": split.batch,
         "train_micro_batch_size_per_gpu": split.samples,
@@ -160,18 +165,22 @@ def _deepspeed(split: TrainingSplit, layers: Layers, per_machine: int, tokens: i
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": split.zero, "overlap_comm": True},
     }
-    return json.dumps(config, indent=2)
+    text = json.dumps(config, indent=2)
+    if split.experts > 1:
+        layer = f"deepspeed.moe.layer.MoE(hidden_size, expert, num_experts, ep_size={split.experts})"
+        text = f"# in the model, for each mixture of experts: {layer}\n{text}"
+    return text
 
 
-def _megatron(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str | None:
-    if split.zero > 1 or split.checkpoint == "selective":
-        return None  # it has no recomputation of all that lies between products
+def _megatron(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
     flags = [
         f"--tensor-model-parallel-size {split.tensor}",
         *(["--sequence-parallel"] if split.tensor > 1 else []),
         f"--pipeline-model-parallel-size {split.pipeline}",
         *_stages(split, layers),
         *([f"--context-parallel-size {split.context}"] if split.context > 1 else []),
+        *(_MEGATRON_EXPERTS if split.experts > 1 else []),
+        *([f"--expert-model-parallel-size {split.experts}"] if split.experts > 1 else []),
         f"--micro-batch-size {split.samples}",
         f"--global-batch-size {split.batch}",
         *(["--use-distributed-optimizer"] if split.zero else []),
@@ -192,10 +201,65 @@ def _stages(split: TrainingSplit, layers: Layers) -> list[str]:
     return [f"--num-virtual-stages-per-pipeline-rank {split.chunks}"] if split.chunks > 1 else []
 
 
+#: Tensor-parallel ranks have different experts, whose products are grouped.
+_MEGATRON_EXPERTS = [
+    "--expert-tensor-parallel-size 1",
+    "--moe-grouped-gemm",
+    "--moe-token-dispatcher-type alltoall",
+]
+_TITAN_SCHEDULES = {
+    GPIPE: "GPipe",
+    ZERO_BUBBLE: "InterleavedZeroBubble",
+    ZERO_BUBBLE_V: "ZBVZeroBubble",
+}
 _FRAMEWORKS: dict[str, Settings] = {
     "torchrun + PyTorch": _fsdp2,
     "torchtitan": _torchtitan,
     "Accelerate": _accelerate,
     "DeepSpeed": _deepspeed,
     "Megatron-LM": _megatron,
+}
+_TENSOR: Lack = "tensor parallelism", lambda split: split.tensor > 1
+_PIPELINE: Lack = "pipelines whose layers are shared out as here", lambda split: split.pipeline > 1
+_CONTEXT: Lack = "context parallelism", lambda split: split.context > 1
+_EXPERTS: Lack = "expert parallelism", lambda split: split.experts > 1
+_OWN_ZERO: Lack = "ZeRO-1 and ZeRO-2 that send each rank its sums alone", lambda split: split.zero in (1, 2)
+_SELECTIVE: Lack = (
+    "recomputation of all that lies between products",
+    lambda split: split.checkpoint == "selective",
+)
+_LACKS: dict[str, list[Lack]] = {
+    "torchrun + PyTorch": [_PIPELINE, _CONTEXT, _EXPERTS, _OWN_ZERO],
+    "torchtitan": [
+        _OWN_ZERO,
+        _SELECTIVE,  # its own mode computes every second product again
+        (
+            "experts over other ranks than those of FSDP",
+            lambda split: (
+                split.experts > 1 and (split.zero < 3 or split.experts % (split.tensor * split.context) > 0)
+            ),
+        ),
+    ],
+    "Accelerate": [
+        _PIPELINE,
+        _TENSOR,
+        _CONTEXT,
+        _EXPERTS,
+        _OWN_ZERO,
+        _SELECTIVE,
+        ("recomputation without FSDP", lambda split: split.checkpoint == "full" and not split.zero),
+    ],
+    "DeepSpeed": [
+        _PIPELINE,
+        _TENSOR,
+        _CONTEXT,
+        ("settings for recomputation", lambda split: split.checkpoint != "none"),
+        ("ZeRO-3 of experts", lambda split: split.experts > 1 and split.zero == 3),
+        ("a setting to keep what ZeRO-3 gathers", lambda split: split.zero == 3 and not split.reshard),
+    ],
+    "Megatron-LM": [
+        ("FSDP, in this program", lambda split: split.zero > 1),
+        _SELECTIVE,
+        ("GPipe and zero-bubble schedules", lambda split: split.schedule != ONE_F_ONE_B),
+    ],
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from math import ceil, prod
 
-from tilefit.ops import FORWARD, OPTIMIZER, Collective, Gemm, StepOp, TensorRef
+from tilefit.ops import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Collective, Gemm, StepOp, TensorRef
 from tilefit.ops.dtypes import size_bytes
 
 
@@ -58,6 +59,30 @@ class Lifetimes:
             and not self._is_backward(maker)
             and self._is_backward(self._reader.get(tensor, -1))
         }
+
+    def without_logits(self, members: Collection[int]) -> Lifetimes:
+        """As if tensors as large as the largest product of these operations, the logits, took no memory."""
+        own = [self._entries[index] for index in members]
+        least = max(
+            (prod(ref.shape) for each in own if isinstance(each.op, Gemm) for ref in each.outputs[:1]),
+            default=0,
+        )
+        wide = {ref.id for each in own for ref in each.outputs if prod(ref.shape) >= least}
+        other = copy(self)
+        other._bytes = {tensor: 0 if tensor in wide else size for tensor, size in self._bytes.items()}
+        return other
+
+    def late(self, members: Collection[int]) -> int:
+        """Bytes of the gradients that products for weights read, which wait for those that are put off."""
+        read = {
+            ref.id
+            for index in members
+            if self._entries[index].phase == BACKWARD_WEIGHT
+            for ref in self._entries[index].inputs
+        }
+        return sum(
+            self._bytes[each] for each in read & self._bytes.keys() if self._is_backward(self._maker[each])
+        )
 
     def surplus(self, members: Collection[int]) -> int:
         """Bytes that their backward pass holds at its fullest moment beyond what they have kept.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from math import prod
+from itertools import product
+from math import gcd, prod
 
 from tilefit.cost.links import Fabric
 from tilefit.errors import UsageError
 from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Step
 from tilefit.parallel.blocks import Blocks, Framework, Model
 from tilefit.parallel.choices import CHECKPOINTS, Precision, TrainingSplit
+from tilefit.parallel.memory_choices import Thrifty
+from tilefit.parallel.schedule import APART, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
 from tilefit.parallel.training import RankMemory, StepTime, Training
 from tilefit.rules.batch.memory import USABLE_SHARE
 
@@ -26,6 +29,12 @@ MOST_PARTS = 4096
 #: A slow host's launches over the usual one's. Two of the same kind took 0.74 and 1.25 to 2.2 times the
 #: standard host's time, the second within minutes (``benchmarks/several_gpus.py``).
 SLOW_HOST = 1.5
+#: Tokens of the fullest rank's experts over the mean, where a router does not balance them: the capacity that
+#: Switch Transformers give experts (Fedus and others, 2021, section 2.2).
+UNEVEN = 1.25
+#: Parts of a stage that ``torch.distributed.pipelining`` keeps gathered, less the one that it gathers ahead
+#: (``max_active_stages`` of ``_add_unshard_reshard``): of more it gathers each anew.
+MOST_GATHERED = 2
 #: Doubling the GPUs should gain at least this share.
 LEAST_SCALING = 0.2
 _TOKENS = re.compile(r"\w+: int64\[(\d+),(\d+)\]")
@@ -58,11 +67,13 @@ class Job:
         batch: Samples of a step, over all GPUs.
         precision: Bytes of a parameter.
         framework: What runs the training.
+        choices: Names of what it holds less by, of :data:`tilefit.parallel.memory_choices.CHOICES`.
     """
 
     batch: int
     precision: Precision
     framework: Framework = Framework()  # noqa: RUF009  # it is frozen
+    choices: tuple[str, ...] = ()
 
 
 @dataclass
@@ -78,14 +89,16 @@ class Planner:
     model: Model
     fabric: Fabric
     job: Job
-    _blocks: dict[tuple[float, int], Blocks] = field(default_factory=dict)
+    _blocks: dict[tuple[float, int, int], Blocks] = field(default_factory=dict)
 
     def training(self, split: TrainingSplit) -> Training:
         """A split with its blocks."""
-        key = (split.samples / split.context, split.tensor)
+        key = samples, tensor, experts = split.samples / split.context, split.tensor, split.experts
         if key not in self._blocks:
-            self._blocks[key] = self.model.blocks(self.fabric, *key, self.job.framework)
-        return Training(self._blocks[key], split, self.fabric, self.job.precision, self.job.framework)
+            self._blocks[key] = self.model.blocks(self.fabric, samples, tensor, self.job.framework, experts)
+        job = self.job
+        made = Training(self._blocks[key], split, self.fabric, job.precision, job.framework)
+        return Thrifty.of(made, job.choices)
 
     def priced(self, split: TrainingSplit) -> Priced:
         """A split with its time and memory."""
@@ -93,10 +106,10 @@ class Planner:
         memory = training.memory()
         return Priced(split, training.time(), memory, training.parts, memory.total <= self.usable_bytes)
 
-    def on_slow_host(self, split: TrainingSplit) -> float:
-        """The step's time where the host takes :data:`SLOW_HOST` times as long."""
-        slow = replace(self.job, framework=replace(self.job.framework, host=SLOW_HOST))
-        return Planner(self.model, self.fabric, slow).training(split).step_s()
+    def step_s(self, split: TrainingSplit, framework: Framework) -> float:
+        """The step's time by another framework, or on another host."""
+        job = replace(self.job, framework=framework)
+        return Planner(self.model, self.fabric, job).training(split).step_s()
 
     @property
     def usable_bytes(self) -> float:
@@ -109,25 +122,21 @@ class Planner:
         Raises:
             UsageError: the batch cannot be shared by so many GPUs, or nothing joins them.
         """
-        return self._ranked(list(self.splits(gpus)), count)
+        return self.ranked(list(self.splits(gpus)), count)
 
-    def _ranked(self, splits: list[TrainingSplit], count: int) -> list[Priced]:
-        fitting = []
-        for split in splits:
-            training = self.training(split)
-            memory = training.memory()
-            if memory.total <= self.usable_bytes:
-                fitting.append((training.least_s(), training, memory))
-        fitting.sort(key=lambda each: each[0])
-        found: list[tuple[float, int]] = []
-        for index, (least_s, training, _) in enumerate(fitting):
-            # What cannot be among the best is not looked at.
+    def ranked(self, splits: list[TrainingSplit], count: int) -> list[Priced]:
+        """The fastest of some splits that fit, best first. What cannot be among the best is not looked at."""
+        found: list[tuple[float, int, Training]] = []
+        least = sorted((self.training(split).least_s(), index) for index, split in enumerate(splits))
+        for least_s, index in least:
             if len(found) >= count and least_s > found[count - 1][0]:
                 break
-            found = sorted([*found, (training.step_s(), index)])[:count]
-        best = (fitting[index] for _, index in found)
+            training = self.training(splits[index])
+            if training.memory().total <= self.usable_bytes:
+                found = sorted([*found, (training.step_s(), index, training)])[:count]
         return [
-            Priced(training.split, training.time(), memory, training.parts) for _, training, memory in best
+            Priced(training.split, training.time(), training.memory(), training.parts)
+            for _, _, training in found
         ]
 
     def splits(self, gpus: int) -> Iterator[TrainingSplit]:
@@ -163,20 +172,35 @@ class Planner:
 
     def _micro_batches(self, tensor: int, context: int, pipeline: int, data: int) -> Iterator[TrainingSplit]:
         own = self.job.batch // data
-        for samples in _divisors(own, MOST_SAMPLES):
+        shared = [(0, True)] if data * context == 1 else [(0, True), (1, True), (3, True), (3, False)]
+        for samples, experts in product(_divisors(own, MOST_SAMPLES), self._experts(tensor, data * context)):
             parts = own // samples
             if parts > MOST_PARTS:
                 continue
-            levels = (0,) if data * context == 1 else (0, 1, 3) if pipeline == 1 else (0, 1)
-            chunks = [1]
-            if pipeline > 1 and parts % pipeline == 0:
-                chunks += [each for each in (2, 4) if pipeline * each <= self.model.layers]
-            for zero in levels:
-                for chunk in chunks:
-                    for checkpoint in CHECKPOINTS:
-                        yield TrainingSplit(
-                            tensor, pipeline, data, parts, context, zero, samples, chunk, checkpoint
-                        )
+            for (zero, reshard), (schedule, chunks) in product(shared, self._schedules(pipeline, parts)):
+                if zero == 3 and pipeline > 1 and chunks > MOST_GATHERED:
+                    continue
+                for checkpoint in CHECKPOINTS if schedule not in APART else CHECKPOINTS[:1]:
+                    yield TrainingSplit(
+                        *(tensor, pipeline, data, parts, context, experts, zero, reshard),
+                        *(samples, chunks, schedule, checkpoint),
+                    )
+
+    def _schedules(self, pipeline: int, parts: int) -> Iterator[tuple[str, int]]:
+        """Schedules, and how many parts each stage has."""
+        yield ONE_F_ONE_B, 1
+        if pipeline == 1 or pipeline * 2 > self.model.layers:
+            return
+        yield ZERO_BUBBLE_V, 2
+        if parts % pipeline == 0:
+            yield from ((ZERO_BUBBLE, 2), (ONE_F_ONE_B, 2))
+            if pipeline * 4 <= self.model.layers:
+                yield ONE_F_ONE_B, 4
+
+    def _experts(self, tensor: int, replicas: int) -> list[int]:
+        """Ranks that may share experts; those that share the tensors have different ones."""
+        ranks = gcd(self.model.experts, replicas * tensor) if self.model.experts else 1
+        return [1, *(each for each in _powers(ranks) if each > 1 and not (ranks % each or each % tensor))]
 
     def counts(self, gpus: int) -> list[int]:
         """Powers of two of GPUs up to ``gpus``, and ``gpus``, that machines have and parameters fit on."""

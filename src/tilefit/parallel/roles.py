@@ -18,7 +18,7 @@ Parallelism" (2019), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tilefit.ops import FORWARD, Attention, Gemm, Step, Streaming
@@ -123,9 +123,9 @@ class _Flow:
         return list(found.values())
 
 
-def roles(step: Step) -> Roles:
-    """What tensor parallelism splits in a step."""
-    layers = linears(step)
+def roles(step: Step, apart: Collection[str] = ()) -> Roles:
+    """What tensor parallelism splits in a step, but for layers with the parameters ``apart``."""
+    layers = [layer for layer in linears(step) if layer.parameter not in apart]
     flow = _Flow(step, layers)
     found = Roles()
     taken: set[int] = set()

@@ -3,9 +3,15 @@ stages of a pipeline do theirs, and how layers are shared among them."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+
+#: Schedules of pipelines; with several chunks 1F1B is the interleaved one.
+GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V = "GPipe", "1F1B", "zero-bubble", "zero-bubble V"
+#: Those that take backward passes apart.
+APART = (ZERO_BUBBLE, ZERO_BUBBLE_V)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,37 +87,104 @@ def cut(
     return None if bounds[-1] else tuple(reversed(bounds))
 
 
+def place_of(stage: int, chunk: int, stages: int, schedule: str) -> int:
+    """Which part of the model a stage's chunk is, counted from the input."""
+    turns = schedule == ZERO_BUBBLE_V and chunk % 2
+    return chunk * stages + (stages - 1 - stage if turns else stage)
+
+
+def stage_of(place: int, stages: int, schedule: str) -> int:
+    """Which stage has a part of the model."""
+    chunk, stage = divmod(place, stages)
+    return stages - 1 - stage if schedule == ZERO_BUBBLE_V and chunk % 2 else stage
+
+
 def order(
-    stage: int, stages: int, chunks: int, parts: int, most_ahead: int | None = None
+    stage: int, stages: int, chunks: int, parts: int, schedule: str = ONE_F_ONE_B
 ) -> Iterator[tuple[str, int, int]]:
-    """What a stage computes one after the other: forward or backward (``F``, ``B``), micro-batch, chunk.
+    """What a stage computes one after the other: a pass, a micro-batch, a chunk.
 
-    1F1B: as many forward passes as there are stages behind, then one of each in turn. With several chunks
-    (``parts`` a multiple of ``stages``) the micro-batches go through them in groups of ``stages``. GPipe: as
-    many as ``most_ahead``, all of them, go ahead.
+    ``F`` is a forward pass, ``B`` a backward pass; where the schedule takes those apart ``B`` makes the
+    gradients of activations and ``W`` those of weights. 1F1B: as many forward passes as there are stages
+    behind, then one of each in turn. With several chunks (``parts`` a multiple of ``stages``) the
+    micro-batches go through them in groups of ``stages``. GPipe: all forward passes go ahead. Zero-bubble:
+    half as many go ahead, and a stage puts off as many ``W`` as there are stages before it.
+
+    Sources: Narayanan and others, 2021; Qi and others, "Zero Bubble Pipeline Parallelism", 2024 (ZB-H1 and
+    ZB-V); the orders are those of ``torch.distributed.pipelining``.
     """
+    if schedule == ZERO_BUBBLE_V:
+        yield from _there_and_back(stage, stages, parts)
+        return
     total = parts * chunks
-    ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    ahead = min(total, ahead if most_ahead is None else most_ahead)
+    hops = 2 if chunks > 1 and schedule == ONE_F_ONE_B else 1
+    ahead = total if schedule == GPIPE else hops * (stages - stage - 1) + (chunks - 1) * stages
+    ahead = min(total, ahead)
+    late = stage if schedule in APART else total
 
-    def place(number: int, *, backward: bool) -> tuple[str, int, int]:
+    def at(number: int, kind: str) -> tuple[str, int, int]:
         if chunks == 1:
-            return ("B" if backward else "F"), number, 0
+            return kind, number, 0
         group, rest = divmod(number, stages * chunks)
-        chunk = rest // stages
-        part = group * stages + rest % stages
-        return ("B", part, chunks - 1 - chunk) if backward else ("F", part, chunk)
+        chunk, part = rest // stages, group * stages + rest % stages
+        return kind, part, chunk if kind == "F" else chunks - 1 - chunk
 
     for number in range(ahead):
-        yield place(number, backward=False)
+        yield at(number, "F")
     for number in range(total):
         if number + ahead < total:
-            yield place(number + ahead, backward=False)
-        yield place(number, backward=True)
+            yield at(number + ahead, "F")
+        yield at(number, "B")
+        if number >= late:
+            yield at(number - late, "W")
+    if schedule in APART:
+        for number in range(max(0, total - late), total):
+            yield at(number, "W")
 
 
-def in_flight(stage: int, stages: int, chunks: int, parts: int) -> float:
-    """Micro-batches of which a stage holds activations at once; of several chunks, a part of one each."""
-    if chunks == 1:
-        return min(stages - stage, parts)
-    return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, parts * chunks) / chunks
+def _there_and_back(stage: int, stages: int, parts: int) -> Iterator[tuple[str, int, int]]:
+    """ZB-V: chunks go through the stages and back again; with few micro-batches those that are not there are
+    left out."""
+    most = max(2 * stages - 1, parts)
+    passes = [("F", 0)] * (2 * (stages - stage) - 1)
+    passes += [("F", 1), ("F", 0)] * stage + [("FBW", 1)] * (stages - stage)
+    ahead = 2 * stages - stage - 1
+    for done in range(most - stages):
+        passes += [("F", 0)] * (ahead + done < most) + [("BW", 0), ("FBW", 1)]
+    passes += [("B", 0), ("B", 1)] * stage + [("BW", 0)] * (stages - stage)
+    passes += [("W", 1)] * stage + [("W", 0)] * stage
+    counts: Counter[tuple[str, int]] = Counter()
+    for kinds, chunk in passes:
+        for kind in kinds:
+            part = counts[kind, chunk]
+            counts[kind, chunk] += 1
+            if part < parts:
+                yield kind, part, chunk
+
+
+@lru_cache(maxsize=4096)
+def in_flight(
+    stage: int, stages: int, chunks: int, parts: int, schedule: str = ONE_F_ONE_B
+) -> tuple[tuple[float, float], ...]:
+    """The fullest moments of a stage, each the beginning of a backward pass.
+
+    Returns:
+        Of how many micro-batches it holds the activations, and how many of those wait for the gradients of
+        their weights alone; of several chunks, a part of one each. No moment has less of both than another.
+    """
+    found: set[tuple[int, int]] = set()
+    held = late = 0
+    # Many micro-batches follow each other alike.
+    for kind, _, _ in order(
+        stage, stages, chunks, parts if schedule == GPIPE else min(parts, 4 * stages), schedule
+    ):
+        if kind == "B":
+            found.add((held, late))
+        held += (kind == "F") - (kind == ("W" if schedule in APART else "B"))
+        late += ((kind == "B") - (kind == "W")) * (schedule in APART)
+    fullest = [
+        each
+        for each in found
+        if not any(other != each and other[0] >= each[0] and other[1] >= each[1] for other in found)
+    ]
+    return tuple((held / chunks, late / chunks) for held, late in sorted(fullest))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
@@ -132,7 +132,7 @@ class _Parts:
         self.summed_behind(mlp.columns)
 
 
-def tensor_parallel(step: Step, ranks: int) -> tuple[Step, Roles]:
+def tensor_parallel(step: Step, ranks: int, apart: Collection[str] = ()) -> tuple[Step, Roles]:
     """The operations of one rank, the largest where they differ, with the collectives between them.
 
     Attention is split by heads, key and value heads are repeated where there are fewer of them than ranks,
@@ -142,11 +142,12 @@ def tensor_parallel(step: Step, ranks: int) -> tuple[Step, Roles]:
     Args:
         step: The whole step, as captured: not fused.
         ranks: How many GPUs share it, two or more.
+        apart: Parameters of layers that are not split.
 
     Returns:
         The step, with how each size is divided, and what was taken for what.
     """
-    found = roles(step)
+    found = roles(step, apart)
     parts = _parts(step, found, ranks)
     ops: list[StepOp] = []
     kept: dict[int, Fraction] = {}

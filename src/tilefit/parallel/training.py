@@ -10,19 +10,30 @@ Experiences on Scaling Fully Sharded Data Parallel", 2023 (prefetching).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
 
 from tilefit.cost.launch import FSDP_S
 from tilefit.cost.links import TAKEN, Fabric, Group
 from tilefit.cost.priced import priced
-from tilefit.errors import UsageError
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
 from tilefit.parallel.blocks import Block, Blocks, Framework
 from tilefit.parallel.choices import Precision, TrainingSplit
-from tilefit.parallel.schedule import Task, cut, in_flight, order, run
+from tilefit.parallel.schedule import (
+    APART,
+    ZERO_BUBBLE_V,
+    Task,
+    in_flight,
+    order,
+    place_of,
+    run,
+    stage_of,
+)
 
 #: A context of CUDA, the libraries' workspaces and NCCL's buffers. A choice: 1 to 2 GiB are usual.
 CONTEXT_BYTES = 1.5 * 2**30
@@ -42,10 +53,11 @@ class StepTime:
         time_s: Of the step.
         compute_s: Of the stage that computes longest, without what it computes again.
         recompute_s: What it computes again.
-        tensor_s: Communication of tensor- and context-parallel ranks.
+        tensor_s: Communication within layers: of tensor-, context- and expert-parallel ranks.
         data_s: Communication between replicas and stages that nothing hides.
         bubble_s: Waiting for the pipeline to fill and to drain.
         optimizer_s: Of the optimizer.
+        host_s: Copies to and from the host that nothing hides.
     """
 
     time_s: float
@@ -55,6 +67,7 @@ class StepTime:
     data_s: float
     bubble_s: float
     optimizer_s: float
+    host_s: float = 0.0
 
     @property
     def exposed_s(self) -> float:
@@ -78,6 +91,24 @@ class RankMemory:
         """Altogether."""
         held = self.parameters + self.gradients + self.optimizer
         return held + self.activations + self.temporary + self.other
+
+
+class _HeldSums(NamedTuple):
+    """What the first so many blocks of a stage hold: elements of parameters, bytes of all else.
+
+    Attributes:
+        parameters: Parameters.
+        gradients: Gradients.
+        kept: Activations of a micro-batch.
+        late: What gradients of weights that are put off wait with.
+        shared: Elements of all parameters that a rank holds where replicas share them.
+    """
+
+    parameters: list[float]
+    gradients: list[float]
+    kept: list[float]
+    late: list[float]
+    shared: float
 
 
 @dataclass(frozen=True)
@@ -112,7 +143,7 @@ class Training:
     def chunk(self, index: int, chunk: int) -> list[Block]:
         """The blocks of a stage's chunk; the first has what runs before the layers, the last what runs
         after."""
-        place = chunk * self.split.pipeline + index
+        place = place_of(index, chunk, self.split.pipeline, self.split.schedule)
         own = list(self.blocks.layers[self.bounds[place] : self.bounds[place + 1]])
         last = place == len(self.bounds) - 2
         return [self.blocks.before] * (place == 0) + own + [self._after] * last or [_NOTHING]
@@ -126,28 +157,9 @@ class Training:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Where each part of the layers begins, and where the last ends: the slowest is as fast as can be.
-
-        Of equally fast ways one that shares the rest evenly, the first with the least: it holds most
-        micro-batches.
-        """
+        """Where each part of the layers begins, and where the last ends."""
         parts = self.split.pipeline * self.split.chunks
-        if self.framework.bounds is not None:
-            return self.framework.bounds(parts)
-        costs = [block.forward_s + block.backward_s for block in self.blocks.layers]
-        ends = self.blocks.before, self.blocks.after
-        before_s, after_s = (block.forward_s + block.backward_s for block in ends)
-        low_s, high_s = 0.0, 1.01 * (before_s + sum(costs) + after_s)
-        best = cut(costs, before_s, after_s, parts, high_s)
-        if best is None or len(costs) < parts:
-            raise UsageError(
-                f"{len(costs)} layers do not fill {parts} pipeline stages", hint="Take fewer stages."
-            )
-        for _ in range(30):
-            middle_s = (low_s + high_s) / 2
-            found = cut(costs, before_s, after_s, parts, middle_s)
-            low_s, high_s, best = (low_s, middle_s, found) if found else (middle_s, high_s, best)
-        return cut(costs, before_s, after_s, parts, high_s, fair=True) or best
+        return self.framework.bounds(parts) if self.framework.bounds else self.blocks.bounds(parts)
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -157,8 +169,8 @@ class Training:
     def _accumulated_s(self, block: Block) -> float:
         """Adding a micro-batch's gradients to those of the others: one is read, one read and written."""
         moved = (self.precision.weight + 2 * self.precision.gradient) * (self.split.parts > 1)
-        shared = self.split.zero > 1 and self.split.sums(0, self.split.parts)
-        return self._copied_s(block.parameters, moved / (self.split.replicas if shared else 1))
+        shared = self.split.zero > 1 and self._sums(0, self.split.parts)
+        return self._copied_s(self._held(block, shared), moved)
 
     @cached_property
     def _known(self) -> dict[int, Block]:
@@ -185,31 +197,79 @@ class Training:
         return replace(
             block,
             backward_s=block.backward_s + self._accumulated_s(block),
+            weights_s=block.weights_s + self._accumulated_s(block),
             backward_host_s=block.backward_host_s + block.forward_host_s * (again_s > 0),
             recompute_s=again_s,
             forward_link_s=forward_link_s,
             backward_link_s=backward_link_s,
+            gathered_s=self._exchanged_s(ALL_GATHER, block, self.precision.work),
+            summed_s=self._summed_s(block),
         )
 
     # --- communication ----------------------------------------------------------------------------
 
-    def _replicas(self) -> Group:
-        return self.fabric.group(self.split.replicas, self.split.tensor)
+    def _replicas(self, block: Block) -> Iterator[tuple[int, Group]]:
+        """Elements of a block with the ranks that hold the same ones: experts have fewer.
 
-    def _exchange_s(self, function: str, block: Block, bytes_each: int) -> float:
-        return self.fabric.time_s(function, block.parameters * bytes_each, self._replicas())
+        Where the sequence is split, tensor-parallel ranks hold different experts, or the same ones for
+        different tokens.
+        """
+        split = self.split
+        ranks, stride = split.replicas, split.tensor
+        whole = self.fabric.group(ranks, stride)
+        if self.framework.sequence:
+            ranks, stride = ranks * split.tensor, 1
+        fewer = self.fabric.group(ranks // split.experts, stride * split.experts)
+        apart = block.experts if fewer != whole else 0
+        yield block.parameters - apart, whole
+        if apart:
+            yield apart, fewer
 
-    def _bucketed_s(self, function: str, block: Block) -> float:
-        """Summing up a block's gradients in messages of the size of a bucket."""
-        size = block.parameters * self.precision.gradient
-        message = min(size, self.framework.bucket_bytes)
-        return size / message * self.fabric.time_s(function, message, self._replicas()) if size else 0.0
+    def _exchanged_s(self, function: str, block: Block, bytes_each: int, most: float = inf) -> float:
+        """Exchanging so many bytes of each element, in messages of at most ``most`` bytes."""
+        whole_s = 0.0
+        for elements, group in self._replicas(block):
+            size = elements * bytes_each
+            message = min(size, most)
+            whole_s += size / message * self.fabric.time_s(function, message, group) if size else 0.0
+        return whole_s
+
+    def _summed_s(self, block: Block) -> float:
+        """Summing up a block's gradients: FSDP's in one message, else in messages of the size of a bucket."""
+        scatters = self.split.zero == 3 or (self.split.zero and self.framework.scatters)
+        most = inf if self.split.zero == 3 else self.framework.bucket_bytes
+        return self._exchanged_s(
+            REDUCE_SCATTER if scatters else ALL_REDUCE, block, self.precision.gradient, most
+        )
+
+    def _held(self, block: Block, shared: bool = True) -> float:
+        """Elements of a block that a rank holds, where replicas share them."""
+        return sum(elements / (group.ranks if shared else 1) for elements, group in self._replicas(block))
+
+    @cached_property
+    def _reduces(self) -> bool:
+        whole = self._sum_of(block for stage in self.stages for block in stage)
+        return any(elements and group.ranks > 1 for elements, group in self._replicas(whole))
+
+    def _sums(self, part: int, parts: int) -> bool:
+        """Whether gradients are summed up behind a micro-batch."""
+        return self._reduces and self.split.sums(part, parts)
+
+    @staticmethod
+    def _sum_of(blocks: Iterable[Block]) -> Block:
+        """The parameters of blocks as those of one."""
+        sizes = [(block.parameters, block.experts, block.tensors) for block in blocks]
+        parameters, experts, tensors = map(sum, zip(*sizes, strict=True)) if sizes else (0, 0, 0)
+        return Block(parameters=parameters, experts=experts, tensors=tensors)
 
     def _send_s(self) -> float:
         """Handing a micro-batch's activations to the next stage."""
-        stride = self.split.tensor * self.split.replicas
-        inside = stride < self.fabric.per_machine
-        return self.fabric.time_s(SEND, self._sent_bytes, Group(2, 2 if inside else 1))
+        return self.fabric.time_s(SEND, self._sent_bytes, Group(2, 2 if self._is_inside else 1))
+
+    @property
+    def _is_inside(self) -> bool:
+        """A stage and the next are in one machine."""
+        return self.split.tensor * self.split.replicas < self.fabric.per_machine
 
     @cached_property
     def _sent_bytes(self) -> int:
@@ -221,139 +281,166 @@ class Training:
     def tasks(self, parts: int) -> Iterator[Task]:
         """A step of so many micro-batches."""
         for stage in range(self.split.pipeline):
-            if self._is_fsdp:
-                yield from self._sharded(parts)
-            else:
-                yield from self._staged(stage, parts)
+            yield from self._staged(stage, parts)
+
+    def _staged(self, stage: int, parts: int) -> Iterator[Task]:
+        """What a stage does, pass by pass in its order, then the optimizer.
+
+        Within a pass FSDP gathers what is not there, one block ahead, and frees it again. In a pipeline it
+        frees nothing behind a backward pass, and sums gradients up when all passes of a chunk are over, as
+        ``torch.distributed.pipelining`` has it.
+        """
+        split = self.split
+        chunks = [[self._times(block) for block in self.chunk(stage, chunk)] for chunk in range(split.chunks)]
+        places, send_s = split.pipeline * split.chunks, self._send_s() if split.pipeline > 1 else 0.0
+        ends = ("W" if self._is_apart else "B",)
+        gathered: list[set[int]] = [set() for _ in chunks]
+        recent: deque[Hashable] = deque(maxlen=2)
+        summed: list[Hashable] = []
+        for kind, part, chunk in order(stage, split.pipeline, split.chunks, parts, split.schedule):
+            place = place_of(stage, chunk, split.pipeline, split.schedule)
+            name, blocks = (kind, part, place), chunks[chunk]
+            every = set(range(len(blocks)))
+            missing = every - gathered[chunk] if split.zero == 3 and kind != "W" else set[int]()
+            sums = kind in ends and self._sums(part, parts)
+            summed += [("R", *name, i) for i in every] * sums
+            yield from self._pass(stage, name, blocks, missing, recent, sums=sums)
+            if kind == "F":  # the last block is still there when the backward pass begins
+                kept = {len(blocks) - 1} if split.pipeline == 1 else set[int]()
+                gathered[chunk] = kept if split.reshard else every
+            elif kind == "B":
+                gathered[chunk] = every if split.pipeline > 1 else set()
+            if split.pipeline > 1 and self._next(kind, place) in range(places):
+                yield Task(
+                    ("sent", *name), (stage, "send", kind), send_s * self._crosses(kind, place), (name,)
+                )
+        yield from self._update(stage, tuple(summed) or ((ends[0], parts - 1, stage),))
 
     @property
-    def _is_fsdp(self) -> bool:
-        """Parameters are gathered ahead of each block; with ZeRO-2 they are kept until the backward pass."""
-        return self.split.zero == 3 or (self.split.zero == 2 and self.split.pipeline == 1)
+    def _is_apart(self) -> bool:
+        """Gradients of weights are passes of their own."""
+        return self.split.schedule in APART
 
-    def _copied_s(self, elements: int, bytes_each: float) -> float:
-        """Reading and writing so many bytes of each element."""
-        return elements * bytes_each / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
+    def _next(self, kind: str, place: int) -> int:
+        """Where the result of a pass goes; nowhere: -1."""
+        return {"F": place + 1, "B": place - 1}.get(kind, -1)
 
-    def _beside(self, compute_s: float, link_s: float) -> float:
-        """Computation that hides messages, which take part of the GPU."""
-        return compute_s + TAKEN * min(compute_s, link_s)
+    def _crosses(self, kind: str, place: int) -> bool:
+        """Whether it is another stage's."""
+        stages = self.split.pipeline
+        return not self._turns or {place, self._next(kind, place)} != {stages - 1, stages}
 
-    def _sharded(self, parts: int) -> Iterator[Task]:
-        """FSDP: parameters are gathered ahead of each block and freed behind it, gradients scattered."""
-        blocks = [self._times(block) for block in self.stages[0]]
-        gather = [self._exchange_s(ALL_GATHER, block, self.precision.work) for block in blocks]
-        scatter = [self._exchange_s(REDUCE_SCATTER, block, self.precision.gradient) for block in blocks]
-        last = len(blocks) - 1
-        done: list[tuple[str, int, int]] = []
-        for part in range(parts):
-            sums = self.split.sums(part, parts)
-            order = [("F", i) for i in range(last + 1)] + [("B", i) for i in range(last, -1, -1)]
-            for kind, i in order:
-                # The last block is still there when the backward pass begins.
-                kept = kind == "B" and (i == last or self.split.zero == 2)
-                before = tuple(done[-2:-1])  # the block before the one before: two are held at once
-                yield Task(("G", kind, part, i), (0, "link"), 0.0 if kept else gather[i], before)
-                if kind == "B" and i < last:
-                    yield Task(("R", part, i + 1), (0, "link"), sums * scatter[i + 1], ((kind, part, i + 1),))
-                scatters = kind == "B" and sums
-                time_s = self._sharded_s(blocks[i], kind == "B", not kept, scatters)
-                hidden_s = scatters * scatter[min(i + 1, last)] + (not kept) * gather[i]
-                name = (kind, part, i)
-                yield Task(name, (0, "compute"), self._beside(time_s, hidden_s), (("G", *name),))
-                done.append(name)
-            yield Task(("R", part, 0), (0, "link"), sums * scatter[0], (("B", part, 0),))
-        ends = tuple(("R", part, i) for part in range(parts) for i in range(len(blocks)))
-        yield Task(("optimizer", 0), (0, "compute"), self._optimizer_s(0), ends)
+    @property
+    def _turns(self) -> bool:
+        return self.split.schedule == ZERO_BUBBLE_V
 
-    def _sharded_s(self, block: Block, backward: bool, gathers: bool, scatters: bool) -> float:
+    def _before(self, kind: str, part: int, place: int) -> tuple[Hashable, ...]:
+        """What a pass waits for."""
+        last = self.split.pipeline * self.split.chunks - 1
+        if kind == "W":
+            return (("B", part, place),)
+        if kind == "F":
+            return (("sent", "F", part, place - 1),) if place else ()
+        return (("sent", "B", part, place + 1),) if place < last else (("F", part, place),)
+
+    def _pass(
+        self,
+        stage: int,
+        name: tuple[str, int, int],
+        blocks: list[Block],
+        missing: set[int],
+        recent: deque[Hashable],
+        *,
+        sums: bool,
+    ) -> Iterator[Task]:
+        """A pass over a chunk; block by block where messages go beside it.
+
+        Args:
+            stage: Whose.
+            name: The pass, the micro-batch, which chunk.
+            blocks: Of the chunk.
+            missing: Those that are gathered.
+            recent: The two pieces of work before it: two blocks are held at once.
+            sums: Gradients are summed up.
+        """
+        after, compute, link = self._before(*name), (stage, "compute"), (stage, "link")
+        if not missing and not sums:
+            yield Task(name, compute, sum(self._pass_s(block, name[0]) for block in blocks), after)
+            recent.append(name)
+            return
+        within = self.framework.overlap and not (self.split.zero == 3 and self.split.pipeline > 1)
+        ahead, ready = 0.0, list[Task]()
+        indices = range(len(blocks)) if name[0] == "F" else range(len(blocks) - 1, -1, -1)
+        for i in indices:
+            block, own = blocks[i], name if i == indices[-1] else (*name, i)
+            gather_s = block.gathered_s * (i in missing)
+            if i in missing:
+                yield Task(("G", *name, i), link, gather_s, (recent[0],) if len(recent) > 1 else ())
+                after = (*after, ("G", *name, i))
+            if within:
+                yield from ready
+                ready.clear()
+            time_s = self._with_messages_s(block, name[0], i in missing, sums)
+            hidden_s = ahead * within + gather_s
+            yield Task(own, compute, time_s + TAKEN * min(time_s, hidden_s), after)
+            recent.append(own)
+            if sums:
+                ahead = block.summed_s
+                ready.append(Task(("R", *name, i), link, ahead, (own if within else name,)))
+            after = ()
+        yield from ready
+
+    def _pass_s(self, block: Block, kind: str) -> float:
+        """A pass over a block."""
+        forward_s, backward_s = block.pass_s
+        weights_s = block.weights_s * self._is_apart
+        return {"F": forward_s, "B": backward_s - weights_s, "W": weights_s}[kind]
+
+    def _with_messages_s(self, block: Block, kind: str, gathers: bool, scatters: bool) -> float:
         """A pass over a block with its copies from and into messages, or the host's work for it."""
-        work, gradient = self.precision.work, self.precision.gradient
-        copied = 2 * work * gathers + (work + gradient) * scatters
-        host_s = block.backward_host_s if backward else block.forward_host_s
-        host_s += (gathers + scatters) * FSDP_S * self._host_scale * bool(block.parameters)
-        return max(block.pass_s[backward] + self._copied_s(block.parameters, copied), host_s)
+        pass_s, precision = self._pass_s(block, kind), self.precision
+        host_s = block.forward_host_s
+        if kind != "F":
+            host_s = block.backward_host_s * (pass_s / block.pass_s[1] if pass_s else 0.0)
+        copied = 0.0
+        if self.split.zero == 3:
+            copied = 2 * precision.work * gathers + (precision.work + precision.gradient) * scatters
+            host_s += (gathers + scatters) * FSDP_S * self._host_scale * bool(block.parameters)
+        elif self._is_ddp and scatters:
+            copied = 2 * self.framework.bucket_copies * precision.gradient
+            host_s += block.tensors * DDP_HOST_S * self._host_scale
+        return max(pass_s + self._copied_s(block.parameters, copied), host_s)
+
+    @property
+    def _is_ddp(self) -> bool:
+        return self.framework.bucket_copies > 0 and self.split.zero < 2 and self._reduces
 
     @property
     def _host_scale(self) -> float:
         return priced(self.fabric.gpu).launch_scale * self.framework.host
 
-    def _staged(self, stage: int, parts: int) -> Iterator[Task]:
-        """A stage of 1F1B; the gradients are summed up behind the last backward pass of each block."""
-        split = self.split
-        chunks = [self.chunk(stage, chunk) for chunk in range(split.chunks)]
-        times = [[self._times(block) for block in chunk] for chunk in chunks]
-        send_s = self._send_s() if split.pipeline > 1 else 0.0
-        after: tuple[object, ...]
-        places = split.pipeline * split.chunks
-        scattered: list[object] = []
-        ahead = parts if split.gpipe else None
-        for kind, part, chunk in order(stage, split.pipeline, split.chunks, parts, ahead):
-            place = chunk * split.pipeline + stage
-            name = (kind, part, place)
-            if kind == "F":
-                after = (("sent", "F", part, place - 1),) if place else ()
-                yield Task(name, (stage, "compute"), sum(each.pass_s[0] for each in times[chunk]), after)
-                if place < places - 1:
-                    yield Task(("sent", *name), (stage, "send", "F"), send_s, (name,))
-                continue
-            after = (("sent", "B", part, place + 1),) if place < places - 1 else (("F", part, place),)
-            if not split.sums(part, parts):
-                yield Task(name, (stage, "compute"), sum(each.pass_s[1] for each in times[chunk]), after)
-            else:
-                scattered += [("R", *name, i) for i in range(len(times[chunk]))]
-                yield from self._last(stage, name, times[chunk], after)
-            if place:
-                yield Task(("sent", *name), (stage, "send", "B"), send_s, (name,))
-        yield from self._update(stage, tuple(scattered) or (("B", parts - 1, stage),))
+    def _copied_s(self, elements: float, bytes_each: float) -> float:
+        """Reading and writing so many bytes of each element."""
+        return elements * bytes_each / (self.fabric.gpu.memory_bandwidth_bytes_per_s * _STREAMED)
 
-    def _last(
-        self, stage: int, name: tuple[str, int, int], blocks: list[Block], after: tuple[object, ...]
-    ) -> Iterator[Task]:
-        """The last backward pass of a chunk, block by block, with the exchange of each block's gradients."""
-        function = REDUCE_SCATTER if self.split.zero and self.framework.scatters else ALL_REDUCE
-        last, overlap = len(blocks) - 1, self.framework.overlap
-        messages = [self._bucketed_s(function, block) for block in blocks]
-        for i in range(last, -1, -1):
-            own = name if i == 0 else (*name, i)
-            hidden_s = messages[i + 1] if overlap and i < last else 0.0
-            time_s = self._beside(self._reduced_s(blocks[i]), hidden_s)
-            yield Task(own, (stage, "compute"), time_s, after if i == last else ())
-        for i in range(last, -1, -1):
-            waits = name if i == 0 or not overlap else (*name, i)
-            yield Task(("R", *name, i), (stage, "link"), messages[i], (waits,))
-
-    @property
-    def _is_ddp(self) -> bool:
-        return self.framework.bucket_copies > 0 and self.split.zero < 2 and self.split.replicas > 1
-
-    def _reduced_s(self, block: Block) -> float:
-        """The backward pass of a block whose gradients DDP copies into buckets and back, or the host's."""
-        if not self._is_ddp:
-            return block.pass_s[1]
-        host_s = block.backward_host_s + block.tensors * DDP_HOST_S * self._host_scale
-        copied = 2 * self.framework.bucket_copies * self.precision.gradient
-        return max(block.pass_s[1] + self._copied_s(block.parameters, copied), host_s)
-
-    def _update(self, stage: int, after: tuple[object, ...]) -> Iterator[Task]:
+    def _update(self, stage: int, after: tuple[Hashable, ...]) -> Iterator[Task]:
         optimizer = ("optimizer", stage)
         yield Task(optimizer, (stage, "compute"), self._optimizer_s(stage), after)
-        if self.split.zero and self.split.replicas > 1:
-            # ZeRO-2 in FSDP's sense gathers ahead of the next forward pass; here all wait for it.
-            total = replace(Block(), parameters=sum(block.parameters for block in self.stages[stage]))
-            pieces = self.split.replicas * sum(block.tensors for block in self.stages[stage])
-            time_s = self._exchange_s(ALL_GATHER, total, self.precision.work)
+        if self.split.zero in (1, 2) and self._reduces:
+            total = self._sum_of(self.stages[stage])
+            pieces = self.split.replicas * total.tensors
+            time_s = self._exchanged_s(ALL_GATHER, total, self.precision.work)
             time_s += pieces * self.framework.gather_host_s
             yield Task(("gathered", stage), (stage, "link"), time_s, (optimizer,))
 
     def _optimizer_s(self, stage: int) -> float:
-        own, precision = sum(block.parameters for block in self.stages[stage]), self.precision
+        precision = self.precision
+        own = self._held(self._sum_of(self.stages[stage]), self.split.zero > 0)
         # It was captured with its state in the weight's type, and takes as long as what it reads and writes.
         captured = (2 + 4 * bool(precision.optimizer) + 1) * precision.weight
-        updated = precision.weight * (not (self._is_fsdp and precision.master))
+        updated = precision.weight * (not (self.split.zero == 3 and precision.master))
         moved = 2 * precision.optimizer + precision.gradient + 2 * updated
-        share = self.split.replicas if self.split.zero else 1
-        return own * self.blocks.optimizer_s * moved / captured / share
+        return own * self.blocks.optimizer_s * moved / captured
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -383,7 +470,39 @@ class Training:
             tasks = (
                 task if task.resource[1:] == ("compute",) else replace(task, time_s=0.0) for task in tasks
             )
-        return max(run(tasks).values(), default=0.0)
+        ends = run(tasks)
+        whole_s = max(ends.values(), default=0.0)
+        return whole_s if silent else whole_s + self._waiting_s(ends, parts, whole_s)
+
+    def _waiting_s(self, ends: Mapping[Hashable, float], parts: int, whole_s: float) -> float:
+        """What messages that wait for another stage take of a GPU meanwhile.
+
+        Schedules of several chunks, and those that take backward passes apart, ask for messages ahead, and
+        one follows the other between two stages; others wait for theirs at once
+        (``_PipelineScheduleRuntime`` and ``PipelineScheduleSingle`` of ``torch.distributed.pipelining``).
+        Only messages within a machine, to one neighbour, were seen to: others are taken to cost nothing.
+        """
+        stages, schedule = self.split.pipeline, self.split.schedule
+        if not self._is_inside or stages == 1 or (self.split.chunks == 1 and not self._is_apart):
+            return 0.0
+        between: dict[tuple[int, int], list[tuple[float, int]]] = {}
+        for name, end_s in ends.items():
+            if isinstance(name, tuple) and name[0] == "sent":
+                _, kind, _, place = name
+                here, there = (stage_of(each, stages, schedule) for each in (place, self._next(kind, place)))
+                between.setdefault((min(here, there), max(here, there)), []).append((end_s, there))
+        waits = [0.0] * stages
+        for pair, messages in between.items():
+            received_s, before_s = dict.fromkeys(pair, 0.0), 0.0
+            for end_s, receiver in sorted(messages):
+                received_s[receiver] += end_s - before_s
+                before_s = end_s
+            for stage, wait_s in received_s.items():
+                waits[stage] = max(waits[stage], wait_s)
+        own = [parts * sum(sum(self._times(block).pass_s) for block in stage) for stage in self.stages]
+        return TAKEN * max(
+            min(wait_s / whole_s, 1.0) * own_s for wait_s, own_s in zip(waits, own, strict=True)
+        )
 
     def time(self) -> StepTime:
         """The step's time, and what it consists of."""
@@ -404,7 +523,11 @@ class Training:
     def least_s(self) -> float:
         """No schedule is faster: what the slowest stage does, and filling the pipeline."""
         split = self.split
-        own = [sum(sum(each.pass_s) for each in map(self._times, stage)) for stage in self.stages]
+        stages = [list(map(self._times, stage)) for stage in self.stages]
+        own = [sum(sum(each.pass_s) for each in stage) for stage in stages]
+        if self._is_apart:  # gradients of weights fill what draining leaves
+            before = accumulate((sum(each.pass_s[0] for each in stage) for stage in stages), initial=0.0)
+            return max(split.parts * each + at / split.chunks for each, at in zip(own, before, strict=False))
         return split.parts * max(own) + (sum(own) - max(own)) / split.chunks * (split.parts >= split.pipeline)
 
     def memory(self) -> RankMemory:
@@ -413,46 +536,73 @@ class Training:
 
     def stage_memory(self, stage: int) -> RankMemory:
         """At the fullest moment of the backward pass: activations go, and gradients come, block by block."""
-        split, precision = self.split, self.precision
-        blocks = self.stages[stage]
-        own = sum(block.parameters for block in blocks)
-        share = [1 / split.replicas if split.zero >= level else 1.0 for level in (1, 2, 3)]
-        # A copy in the type of the products, where the weight is in another, is kept for the backward pass.
-        copied = precision.work * (precision.work != precision.weight) * (split.zero < 3)
-        # Those that are views of buckets are in them; those that are not summed up yet are whole.
-        held_share = share[1] if split.sums(0, split.parts) else 1.0
-        held_share *= not (self._is_ddp and self.framework.bucket_copies == 1)
-        gradients = [block.parameters * precision.gradient * held_share for block in blocks]
-        buckets = own * (precision.copies or precision.gradient * self._is_ddp)
-        late = 1 + self.framework.late * (split.tensor > 1)
-        kept = [late * self._kept(block) for block in blocks]
-        parts = split.parts
-        received = 2 * split.chunks - (stage == 0) - (stage == split.pipeline - 1)
-        received *= parts * self._sent_bytes * self.framework.receives_apart
-        flight = parts if split.gpipe else in_flight(stage, split.pipeline, split.chunks, parts)
-        ends = sum(block.parameters for block in blocks if self._is_end(block))
-
-        def moment(i: int, first: bool) -> RankMemory:
-            block = blocks[i]
-            held = flight if first else min(flight, parts - 1)
-            nearby = sum(each.parameters for each in blocks[max(0, i - 1) : i + 1] if not self._is_end(each))
-            gathered = (nearby + ends) * precision.work if split.zero == 3 else 0.0
-            message = block.parameters * (precision.work + precision.gradient) if split.zero >= 2 else 0.0
-            again = block.saved_bytes - self._kept(block)  # of an end, nothing
-            return RankMemory(
-                parameters=own * (0 if split.zero == 3 and precision.master else precision.weight) * share[2]
-                + copied * sum(each.parameters for each in blocks[: i + 1])
-                + gathered,
-                gradients=sum(gradients[i if first else 0 :]) + buckets + message,
-                optimizer=own * precision.optimizer * share[0],
-                activations=sum(kept) * (held - 1) + sum(kept[: i + 1]),
-                temporary=block.surplus_bytes + max(0.0, again),
-                other=self.blocks.buffer_bytes + received + CONTEXT_BYTES,
-            )
-
+        split = self.split
+        sums = self._held_sums(stage)
         # Of the first micro-batch there are no gradients yet; of the second there are.
-        moments = [moment(i, first) for i in range(len(blocks)) for first in (True, parts == 1)]
-        return max(moments, key=lambda each: each.total)
+        found = [
+            self._moment(stage, sums, i, held if first else min(held, split.parts - 1), late, first)
+            for held, late in in_flight(stage, split.pipeline, split.chunks, split.parts, split.schedule)
+            for i in range(len(self.stages[stage]))
+            for first in (True, split.parts == 1)
+        ]
+        return max(found, key=lambda each: each.total)
+
+    def _moment(
+        self, stage: int, sums: _HeldSums, i: int, held: float, late: float, first: bool
+    ) -> RankMemory:
+        """While a backward pass goes through a stage's block, with the activations of ``held`` micro-batches,
+        of which ``late`` wait for the gradients of their weights."""
+        split, precision, block = self.split, self.precision, self.stages[stage][i]
+        message = block.parameters * (precision.work + precision.gradient) if split.zero >= 2 else 0.0
+        buckets = sums.parameters[-1] * (precision.copies or precision.gradient * self._is_ddp)
+        received = 2 * split.chunks - (stage == 0) - (stage == split.pipeline - 1)
+        received *= split.parts * self._sent_bytes * self.framework.receives_apart
+        # Where gradients of weights are put off, nothing of the pass is freed before them.
+        there = sums.kept[-1] if self._is_apart else sums.kept[i + 1]
+        again = max(0.0, block.saved_bytes - self._kept(block))  # of an end, nothing
+        return RankMemory(
+            parameters=self._parameter_bytes(stage, sums, i),
+            gradients=sums.gradients[-1] - (sums.gradients[i] if first else 0) + buckets + message,
+            optimizer=(sums.shared if split.zero else sums.parameters[-1]) * precision.optimizer,
+            activations=sums.kept[-1] * (held - 1) + there,
+            temporary=block.surplus_bytes + again + sums.late[-1] * (late + 1) - sums.late[i + 1],
+            other=self.blocks.buffer_bytes + received + CONTEXT_BYTES,
+        )
+
+    def _held_sums(self, stage: int) -> _HeldSums:
+        precision, blocks = self.precision, self.stages[stage]
+        shared = self.split.zero > 1 and self._sums(0, self.split.parts)
+        # Those that are views of buckets are in them; those that are not summed up yet are whole.
+        gradient = 0 if self._is_ddp and self.framework.bucket_copies == 1 else precision.gradient
+        more = 1 + self.framework.late * (self.split.tensor > 1)
+        held = (
+            [float(block.parameters) for block in blocks],
+            [gradient * self._held(block, shared) for block in blocks],
+            [more * self._kept(block) for block in blocks],
+            [block.late_bytes * float(self._is_apart) for block in blocks],
+        )
+        parameters, gradients, kept, late = (list(accumulate(each, initial=0.0)) for each in held)
+        return _HeldSums(parameters, gradients, kept, late, self._held(self._sum_of(blocks)))
+
+    def _parameter_bytes(self, stage: int, sums: _HeldSums, i: int) -> float:
+        """Parameters, with what FSDP has gathered when a backward pass is at a block.
+
+        It gathers one block ahead, and frees what is behind; the ends of the model are kept. In a pipeline
+        nothing is freed behind a backward pass.
+        """
+        precision, blocks, parameters = self.precision, self.stages[stage], sums.parameters
+        if self.split.zero < 3:
+            # A copy in the type of the products, where the weight is in another, is kept for the pass.
+            copied = precision.work * (precision.work != precision.weight)
+            return parameters[-1] * precision.weight + copied * parameters[i + 1]
+        first = max(0, i - 1) if self.split.reshard else 0
+        last = i if self.split.pipeline == 1 else len(blocks) - 1
+        there = parameters[last + 1] - parameters[first]
+        for end in {0, len(blocks) - 1}:
+            outside = not first <= end <= last and self.split.reshard and self._is_end(blocks[end])
+            there += blocks[end].parameters * outside
+        shards = 0 if precision.master else precision.weight  # they are the optimizer's fp32 copy
+        return sums.shared * shards + there * precision.work
 
     def _is_end(self, block: Block) -> bool:
         return block is self.blocks.before or block is self._after

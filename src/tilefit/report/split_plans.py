@@ -16,8 +16,10 @@ from tilefit.cost.links import Fabric
 from tilefit.formats import renders
 from tilefit.gpus import Gpu
 from tilefit.parallel.choices import TrainingSplit
-from tilefit.parallel.launchers import settings
-from tilefit.parallel.planning import LEAST_SCALING, SLOW_HOST, Priced
+from tilefit.parallel.launchers import lacks, settings
+from tilefit.parallel.memory_choices import MemoryChoice
+from tilefit.parallel.offers import Offer
+from tilefit.parallel.planning import LEAST_SCALING, SLOW_HOST, UNEVEN, Priced
 
 #: Splits of the table, unless all are asked for.
 _ROWS = 8
@@ -27,10 +29,11 @@ _SLOWER = 1.02
 _PARTS = {
     "compute_s": "computation",
     "recompute_s": "recomputation",
-    "tensor_s": "tensor- and context-parallel communication",
+    "tensor_s": "communication within layers (of tensor-, context- and expert-parallel ranks)",
     "data_s": "communication of gradients, parameters and activations that nothing hides",
     "bubble_s": "pipeline bubble",
     "optimizer_s": "the optimizer",
+    "host_s": "copies to and from the host that nothing hides",
 }
 
 
@@ -46,6 +49,8 @@ class Choice:
         peak_flop_per_s: Of the GPU, for the utilization.
         refused: Why there is no split; empty where there are.
         slow_host_s: What the best takes on a slow host.
+        uneven_s: What it takes where a rank's experts are given more than their share; 0: none are shared.
+        offers: What ways to hold less would give, which nobody has asked for.
     """
 
     fabric: Fabric
@@ -55,6 +60,8 @@ class Choice:
     peak_flop_per_s: float
     refused: str = ""
     slow_host_s: float = 0.0
+    uneven_s: float = 0.0
+    offers: tuple[Offer, ...] = ()
 
     @property
     def gpu(self) -> Gpu:
@@ -140,6 +147,17 @@ def as_json(plan: SplitPlan) -> str:
                 "price_per_gpu_hour": choice.price,
                 "refused": choice.refused,
                 "slow_host": {"times_as_slow": SLOW_HOST, "time_s": choice.slow_host_s},
+                "memory_choices": [
+                    {
+                        "choices": [each.name for each in offer.choices],
+                        "level": offer.level,
+                        "host_bytes": offer.host_bytes,
+                        "fits": offer.priced.fits,
+                        **_row(plan, choice, offer.priced),
+                    }
+                    for offer in choice.offers
+                ],
+                "uneven_experts": {"times_the_share": UNEVEN, "time_s": choice.uneven_s or None},
                 "splits": [_row(plan, choice, priced) for priced in choice.ranked],
                 "frontier": [_row(plan, choice, priced) for _, priced in choice.frontier],
                 "settings": {name: text for name, (_, text) in _settings(plan, choice).items()},
@@ -194,7 +212,7 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
     joined = f", machines of {choice.fabric.per_machine} by {net.name}" if net else ""
     yield Text.assemble((choice.gpu.title, "bold"), joined)
     if not choice.ranked:
-        yield from (Text(choice.refused), Text())
+        yield from (Text(choice.refused), Text(), *_offered(choice))
         return
     rows = choice.ranked if show_all else choice.ranked[:_ROWS]
     yield _table(plan, choice, [("", each) for each in rows])
@@ -204,9 +222,16 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
     if choice.slow_host_s > _SLOWER * best_s:
         slower = units.share(choice.slow_host_s / best_s - 1)
         yield Text(f"On a host that takes {SLOW_HOST:g} times as long to launch it takes {slower} longer.")
+    if choice.uneven_s:
+        slower = units.share(choice.uneven_s / best_s - 1)
+        yield Text(
+            "Every rank's experts are taken to be given as many tokens: "
+            f"if one rank's were given {UNEVEN:g} times their share, it would take {slower} longer."
+        )
     if plan.explain:
         yield from map(Text, explained(choice.ranked))
     yield Text()
+    yield from _offered(choice)
     if len(choice.frontier) > 1:
         yield Text("Strong scaling: the best split over fewer GPUs", "bold")
         yield _table(plan, choice, [(str(count), each) for count, each in choice.frontier])
@@ -219,7 +244,9 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
         ]
         for name in chosen:
             split, text = every[name]
-            yield Text.assemble((name, "bold"), f", {split}:")
+            missing = ", ".join(lacks(name, choice.ranked[0].split, plan.tokens))
+            why = f" (for the best it lacks {missing})" if missing else ""
+            yield Text.assemble((name, "bold"), f", {split}{why}:")
             # Settings are copied: a line stays one line.
             yield from (Text(line, no_wrap=True, overflow="ignore") for line in text.splitlines())
             yield Text()
@@ -247,6 +274,33 @@ def _table(plan: SplitPlan, choice: Choice, rows: list[tuple[str, Priced]]) -> R
             ]
         )
     return console.table(*heads, *([f">per {plan.cost_unit}"] if priced else []), rows=made)
+
+
+def _offered(choice: Choice) -> Iterator[RenderableType]:
+    """Ways to hold less, and what each costs or gives."""
+    if not choice.offers:
+        return
+    fits = "With less memory" if choice.ranked else "What would make it fit"
+    yield Text(f"{fits} (--memory NAME)", "bold")
+    best = choice.ranked[0] if choice.ranked else None
+    rows: list[list[str]] = []
+    parts: dict[str, MemoryChoice] = {}
+    for offer in choice.offers:
+        priced = offer.priced
+        parts |= {each.name: each for each in offer.choices}
+        rows.append(
+            [
+                " ".join(each.name for each in offer.choices),
+                offer.level,
+                "the same" if best and priced.split == best.split else str(priced.split),
+                units.seconds(priced.time.time_s),
+                f"{priced.memory.total / 2**30:.0f}",
+                f"{offer.host_bytes / 2**30:.0f}" if offer.host_bytes else "",
+            ]
+        )
+    yield console.table("name", "level", "split", ">step", ">GiB", ">host GiB", rows=rows)
+    yield from (Text(f"  {each.name}: {each.words} ({each.how})", "dim") for each in parts.values())
+    yield Text()
 
 
 def _made_of(priced: Priced) -> str:

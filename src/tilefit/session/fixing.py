@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
+from math import inf
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import ProgramOptions, Selection, StepOptions, TargetOptions
+from tilefit.rules.batch.memory import usable_bytes
 
 if TYPE_CHECKING:
     from tilefit.fixes import Plan
@@ -160,6 +162,18 @@ class FixSession:
         return replace(selection, min_gain=MIN_GAIN) if selection.min_gain is None else selection
 
     @property
+    def _budget_bytes(self) -> float:
+        """What the step may take at once, where its files may be changed so that it takes no more."""
+        from tilefit.fixes.registry import select
+
+        request = self.request
+        if all(
+            fix.name != "checkpoint" for fix in select(request.selection.select, request.selection.ignore)
+        ):
+            return inf
+        return usable_bytes(request.gpu) if request.memory_bytes is None else request.memory_bytes
+
+    @property
     def report(self) -> Report:
         """Of the step as it is."""
         return self.assessment.report
@@ -217,6 +231,7 @@ class FixSession:
                 self.options,
                 request.levels,
                 request.timeout_s,
+                self._budget_bytes,
             )
 
     @cached_property
@@ -330,6 +345,7 @@ class ProgramFixSession(FixSession):
             lambda programs: captures_in_child(
                 request.target, programs, request.timeout_s, gpu=request.gpu.name
             ),
+            self._budget_bytes,
         )
         with self._stage("Trying changes of your files"):
             return propose_for(before.context, partial(_findings, self._worth_it), trial, request.levels)

@@ -18,7 +18,18 @@ from tilefit.ops import Step
 from tilefit.options import MOST_LINKED, AnyOptions, ProgramOptions
 from tilefit.parallel.blocks import Model
 from tilefit.parallel.choices import TrainingSplit
-from tilefit.parallel.planning import KEPT, Job, Planner, Priced, precision_of, tokens_of
+from tilefit.parallel.memory_choices import require_choices, said_of
+from tilefit.parallel.offers import offers
+from tilefit.parallel.planning import (
+    KEPT,
+    SLOW_HOST,
+    UNEVEN,
+    Job,
+    Planner,
+    Priced,
+    precision_of,
+    tokens_of,
+)
 from tilefit.report.split_plans import Choice, SplitPlan
 from tilefit.session.fleet import Fleet
 
@@ -32,7 +43,6 @@ _ROOMS = ("capture", "cost", "gpus", "ops", "parallel")
 _PREDICTED = "Predicted, not measured; docs/plan.md tells how far off such predictions were."
 #: Samples of a step of models.
 _BATCH = 1024
-_WHOLE = "Every rank has all experts of its layers: plans do not share them (expert parallelism)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,7 @@ class PlanSession:
         batch: Samples of a step, over all GPUs; None for 1024, or for those of a program's step.
         layers: Of the model, where it is built with fewer; 0: as many as it is built with.
         epoch: Samples of an epoch; 0 where unknown.
+        choices: Names of what it holds less by, of :data:`tilefit.parallel.memory_choices.CHOICES`.
         timeout_s: How long a capture may take.
         fresh: Capture again, although the target is unchanged.
         tell: Is told what goes on.
@@ -119,6 +130,7 @@ class PlanSession:
     batch: int | None = None
     layers: int = 0
     epoch: int = 0
+    choices: tuple[str, ...] = ()
     timeout_s: float = 300.0
     fresh: bool = False
     tell: Callable[[str], None] = lambda text: None
@@ -166,6 +178,7 @@ class PlanSession:
             raise UsageError(
                 f"a global batch of {self.batch}", where="--global-batch", hint="Take 1 or more."
             )
+        require_choices(self.choices, "--memory")
         self.cluster.check()
         model, notes = self.model()
         batch = self.batch or (model.step.batch if model.step.program else _BATCH)
@@ -179,12 +192,15 @@ class PlanSession:
             model.flop,
             made,
             self.epoch,
-            (*notes, *([_WHOLE] if model.experts else []), _PREDICTED),
+            (*notes, *said_of(self.choices), _PREDICTED),
         )
 
     def _choices(self, model: Model, batch: int) -> tuple[Choice, ...]:
         precision, most = precision_of(model.step), self.cluster.gpus
-        planners = [Planner(model, self.cluster.fabric(gpu), Job(batch, precision)) for gpu in self.gpus]
+        planners = [
+            Planner(model, self.cluster.fabric(gpu), Job(batch, precision, choices=self.choices))
+            for gpu in self.gpus
+        ]
         work = [
             (place, count)
             for place, planner in enumerate(planners)
@@ -220,11 +236,20 @@ class PlanSession:
         ranked = found[self.cluster.gpus]
         if isinstance(ranked, UsageError):
             return Choice(planner.fabric, (), (), price, peak, ranked.what)
+        offered = offers(planner, self.cluster.gpus, ranked[0] if ranked else None)
         if not ranked:
-            return Choice(planner.fabric, (), (), price, peak, "No split fits into the memory.")
+            return Choice(
+                planner.fabric, (), (), price, peak, "No split fits into the memory.", offers=offered
+            )
         frontier = tuple((n, best[0]) for n, best in sorted(found.items()) if isinstance(best, list) and best)
-        slow_s = planner.on_slow_host(ranked[0].split)
-        return Choice(planner.fabric, tuple(ranked), frontier, price, peak, slow_host_s=slow_s)
+        best = ranked[0].split
+        usual, uneven_s = planner.job.framework, 0.0
+        slow_s = planner.step_s(best, replace(usual, host=SLOW_HOST))
+        if best.experts > 1:
+            uneven_s = planner.step_s(best, replace(usual, imbalance=UNEVEN))
+        return Choice(
+            planner.fabric, tuple(ranked), frontier, price, peak, "", slow_s, uneven_s, offers=offered
+        )
 
 
 def _of_one_gpu(step: Step) -> Step:

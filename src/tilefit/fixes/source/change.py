@@ -55,14 +55,14 @@ class Change:
 Write = Callable[[Finding, Context, Any], Change]
 
 
-def torch_name(syntax: Syntax) -> tuple[str, list[tuple[Syntax, Edit]]]:
-    """What the file calls ``torch``, and the edit that imports it where the file does not."""
+def imported(syntax: Syntax, module: str) -> tuple[str, list[tuple[Syntax, Edit]]]:
+    """What the file calls a module, such as ``torch``, and the edit that imports it if the file does not."""
     for statement in syntax.all(cst.Import):
         for alias in statement.names:
-            if alias.evaluated_name == "torch" and syntax.scope(statement) is syntax.global_scope:
-                return alias.evaluated_alias or "torch", []
+            if alias.evaluated_name == module and syntax.scope(statement) is syntax.global_scope:
+                return alias.evaluated_alias or module, []
     start = syntax.start(_after_docstring(syntax))
-    return "torch", [(syntax, Edit(start, start, f"import torch{syntax.file.newline_after(start)}"))]
+    return module, [(syntax, Edit(start, start, f"import {module}{syntax.file.newline_after(start)}"))]
 
 
 def _after_docstring(syntax: Syntax) -> cst.CSTNode:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, NamedTuple
 
 from tilefit import units
@@ -14,6 +15,7 @@ from tilefit.cost.fusion import fuse
 from tilefit.errors import TilefitError
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import Change, Write
+from tilefit.fixes.source.checkpoint import ways
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.program import Files, Program
 from tilefit.fixes.source.settings import write_autocast, write_channels_last, write_fused, write_tf32
@@ -63,11 +65,14 @@ class Patches:
         made: In the order in which they were priced.
         by_hand: What could not be.
         others: Codes of the findings of the changed program that are none of a source fix.
+        too_large: Why nothing is written that brings the step into the budget it was given; empty where it is
+            there, or where a finding says so.
     """
 
     made: tuple[Patch, ...] = ()
     by_hand: tuple[ByHand, ...] = ()
     others: tuple[str, ...] = ()
+    too_large: str = ""
 
     def texts(self) -> dict[SourceFile, str]:
         """The changed files with their new texts."""
@@ -117,6 +122,7 @@ def propose(
     options: TargetOptions,
     levels: Sequence[str],
     timeout_s: float,
+    budget_bytes: float = inf,
 ) -> Patches:
     """The patches of a target's files; see :func:`propose_for`.
 
@@ -125,12 +131,14 @@ def propose(
         program: The program, loaded.
         options: How it was captured.
         timeout_s: How long one capture may take.
+        budget_bytes: Of the trial.
     """
     trial = Trial(
         WRITERS,
         program,
         lambda changes: _with(options, changes),
         lambda requests: captures_in_child(program.target, requests, timeout_s),
+        budget_bytes,
     )
     return propose_for(context, find, trial, levels)
 
@@ -143,12 +151,14 @@ class Trial(NamedTuple):
         files: Of the target.
         request: What is captured where changes are made.
         captured: The steps of requests, one after the other, as soon as each is there.
+        budget_bytes: What the step may take; what takes more computes modules again in its backward pass.
     """
 
     writers: Mapping[str, Write]
     files: Files
     request: Callable[[Sequence[Change]], Any]
     captured: Callable[[Sequence[Any]], Generator[Step | TilefitError]]
+    budget_bytes: float = inf
 
 
 def propose_for(
@@ -167,7 +177,8 @@ def propose_for(
         changes: list[tuple[Finding, Change]] = []
         by_hand: list[ByHand] = []
         others: dict[str, None] = {}
-        for finding in find(context):
+        found = find(context)
+        for finding in found:
             write = trial.writers.get(finding.code)
             if write is None:
                 others[finding.code] = None
@@ -196,7 +207,41 @@ def propose_for(
             )
             context = outcome
         if len(made) == count:
-            return Patches(tuple(made.values()), tuple(by_hand), tuple(others))
+            fitted = _fitted(kept, context, trial)
+            if isinstance(fitted, Patch):
+                return Patches((*made.values(), fitted), tuple(by_hand), tuple(others))
+            large = [ByHand(finding, fitted) for finding in found if fitted and finding.code == "BAT002"]
+            too_large = "" if large else fitted
+            return Patches(tuple(made.values()), (*by_hand, *large), tuple(others), too_large)
+
+
+def _fitted(kept: Sequence[Change], context: Context, trial: Trial) -> Patch | str:
+    """What brings the step into its memory, on top of other changes, or why nothing does; empty if it is."""
+    if context.step.memory.peak_bytes <= trial.budget_bytes or not context.step.settings.training:
+        return ""
+    reason, has = "no module that can be computed again frees enough", units.capacity(trial.budget_bytes)
+    try:
+        for way in ways(context, trial.budget_bytes, trial.files):
+            for change in way:
+                with closing(trial.captured([trial.request([*kept, change])])) as captured:
+                    step = next(captured)
+                if isinstance(step, TilefitError):
+                    reason = f"the program does not run with {change.summary} ({step.what})"
+                    break
+                after, need = _priced(step, context), units.capacity(step.memory.peak_bytes)
+                if step.memory.peak_bytes <= trial.budget_bytes:
+                    gain_s = context.estimate.time_s - after.estimate.time_s
+                    note = f"it takes {need} at once, not {units.capacity(context.step.memory.peak_bytes)}"
+                    return Patch("BAT002", change.level, change.where, change.summary, note, gain_s, change)
+                reason = f"with {change.summary} it would still need {need}, and may take {has}"
+    except RefusedError as refused:
+        return refused.what
+    return reason
+
+
+def _priced(step: Step, before: Context) -> Context:
+    step = fuse(step) if step.settings.compiled else step
+    return Context(step, before.gpu, estimate_step(step, before.gpu))
 
 
 def _tried(
@@ -220,9 +265,7 @@ def _tried(
                 if isinstance(step, TilefitError):
                     yield entry, f"the program does not run with {entry[1].summary} ({step.what})"
                     break
-                if step.settings.compiled:
-                    step = fuse(step)
-                after = Context(step, context.gpu, estimate_step(step, context.gpu))
+                after = _priced(step, context)
                 if after.estimate.time_s >= context.estimate.time_s:
                     took, takes = (units.seconds(c.estimate.time_s) for c in (context, after))
                     beside = ", the other changes made" if kept else ""

@@ -13,10 +13,10 @@ from tilefit.capture.optimizer import OPTIMIZERS
 from tilefit.fixes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import (
     Change,
+    imported,
     keyword,
     lines,
     refuse_where_mentioned,
-    torch_name,
     with_argument,
 )
 from tilefit.fixes.source.file import Edit
@@ -46,7 +46,7 @@ def autocast_around(context: Context, files: Files, syntax: Syntax, call: cst.Ca
     refuse(not context.gpu.supports("bf16"), "fp16 needs a GradScaler in the training loop")
     files.require_own(syntax)
     statements = _statements(syntax, call)
-    torch, imports = torch_name(syntax)
+    torch, imports = imported(syntax, "torch")
     line = syntax.line(statements[0])
     header = f'with {torch}.autocast("cuda", dtype={torch}.bfloat16):'
     edits = [*imports, *((syntax, edit) for edit in _within(syntax, header, statements))]
@@ -126,9 +126,9 @@ def write_channels_last(finding: Finding, context: Context, program: Program) ->
     lines = []
     for model in program.models.values():
         ranks = {p.dim() for p in model.parameters() if p.dim() > 3}
-        for syntax, call in _makers(program, model) if ranks else ():
+        for syntax, call in makers(program, model) if ranks else ():
             program.require_own(syntax)
-            torch, imports = torch_name(syntax)
+            torch, imports = imported(syntax, "torch")
             stop = syntax.stop(call)
             edits += [*imports, (syntax, Edit(stop, stop, f".{layout_call(ranks, torch)}"))]
             lines.append(syntax.line(call))
@@ -150,7 +150,7 @@ def layout_call(ranks: Collection[int], torch: str) -> str:
     return f"to(memory_format={torch}.{'channels_last' if 4 in ranks else 'channels_last_3d'})"
 
 
-def _makers(program: Program, model: nn.Module) -> list[tuple[Syntax, cst.Call]]:
+def makers(program: Program, model: nn.Module) -> list[tuple[Syntax, cst.Call]]:
     """The call that made a model, and for a target that is a model those that make others of its class.
 
     The training loop, which nobody has seen, may build the model itself.
@@ -255,7 +255,7 @@ def write_tf32(finding: Finding, context: Context, program: Files) -> Change:
     refuse_where_mentioned(
         program, ("set_float32_matmul_precision", "allow_tf32", "fp32_precision"), "--tf32"
     )
-    torch, imports = torch_name(syntax)
+    torch, imports = imported(syntax, "torch")
     statement = f'{torch}.set_float32_matmul_precision("high")'
     note = "fp32 products round their factors to 10 bits of mantissa"
     return Change.of([*imports, (syntax, behind_imports(syntax, statement))], 1, statement, note)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import libcst as cst
 
 from tilefit.fixes.fix import RefusedError, refuse
-from tilefit.fixes.source.change import Change, Write, keyword, torch_name
+from tilefit.fixes.source.change import Change, Write, imported, keyword
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.settings import (
@@ -96,18 +96,18 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
     parameters there, and behind those that make the models that no optimizer steps."""
     edits: list[tuple[Syntax, Edit]] = []
     done: dict[tuple[Syntax, str], int] = {}
-    places = [*_beside_optimizers(context, files, behind)]
+    places = [*beside_optimizers(context, files, behind)]
     note = ""
     calls = _program(context.step).models or ("",)  # which is refused
     for call in calls[bool(places) :]:
         try:
-            places.append(_where_made(call, files))
+            places.append(where_made(call, files))
         except RefusedError as refused:
             if not places:
                 raise
             note = f"{refused.what}, and it is left as it is"
     for syntax, statement, models, after in places:
-        torch, imports = torch_name(syntax) if "torch." in method else ("torch", [])
+        torch, imports = imported(syntax, "torch") if "torch." in method else ("torch", [])
         first = syntax.line(statement)
         place = syntax.line_end(statement) if after else syntax.file.line_starts[first - 1]
         newline, indentation = syntax.file.newline_after(place), syntax.indentation(first)
@@ -122,7 +122,7 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
     return Change.of(edits, next(iter(done.values())), summary, note, SAFE)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A statement, the models that are known there, and whether it is to be done behind the statement."""
 
     syntax: Syntax
@@ -131,7 +131,12 @@ class _Place(NamedTuple):
     after: bool
 
 
-def _beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[_Place]:
+def beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[Place]:
+    """Statements that ask models for their parameters to make the optimizers of the step.
+
+    Raises:
+        RefusedError: they are not found, or it is not clear what a model is called there.
+    """
     for syntax, call in _optimizers(context, files):
         files.require_own(syntax)
         statement = syntax.around(call, cst.SimpleStatementLine)
@@ -144,18 +149,26 @@ def _beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator
                 "it is not clear what the model is called: no optimizer gets model.parameters()"
             )
         # Behind a return nothing runs.
-        yield _Place(syntax, statement, [*models], behind and not any(syntax.all(cst.Return, statement)))
+        yield Place(syntax, statement, [*models], behind and not any(syntax.all(cst.Return, statement)))
 
 
-def _where_made(source: str, files: Files) -> _Place:
-    """The last statement that names a model, where every call of it comes by."""
+def where_made(source: str, files: Files) -> Place:
+    """The last statement that names a model, where every call of it comes by.
+
+    Args:
+        source: Where a call of it ends: ``train.py:41:17``.
+        files: Of the program.
+
+    Raises:
+        RefusedError: there is none.
+    """
     syntax, call = _call(source, files)
     if isinstance(call.func, cst.Name):
         name = call.func.value
         assigned = [each.node for each in syntax.assignments(name, syntax.scope(call))]
         made = [syntax.around(node, cst.SimpleStatementLine) for node in sorted(assigned, key=syntax.start)]
         if made and made[-1] is not None and _comes_by(syntax, made[-1], call):
-            return _Place(syntax, made[-1], [name], True)
+            return Place(syntax, made[-1], [name], True)
     where = f"line {syntax.line(call)} of {syntax.file.name}"
     raise RefusedError(f"the model that is called in {where} is not made there")
 
@@ -300,7 +313,7 @@ def _loop_at_once(finding: Finding, context: Context, files: Files) -> Change:
     syntax, line = _at(finding.source, files)
     loops = [each for each in syntax.all(cst.For) if _lies_in(syntax, line, each)]
     refuse(not loops, f"line {line} of {syntax.file.name} is in no loop")
-    torch, imports = torch_name(syntax)
+    torch, imports = imported(syntax, "torch")
     loop = loops[-1]
     edit = syntax.replaced(loop, at_once(syntax, loop, torch))
     summary = f"{torch}._foreach_… for the loop"

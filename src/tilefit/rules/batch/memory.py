@@ -20,15 +20,20 @@ USABLE_SHARE = 0.94
 
 #: Of the state of an fp32 optimizer: in bf16, and in 8 bits with a scale of 4 bytes for 256 values
 #: (Dettmers and others, "8-bit Optimizers via Block-wise Quantization", 2022).
-_BF16, _EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
+OF_BF16, OF_EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
 #: Parts that a loss over many classes is computed in, and the share of the peak from which on it is worth a
 #: word: choices.
-_CHUNKS, _LARGE = 8, 0.05
+CHUNKS, _LARGE = 8, 0.05
+
+
+def usable_bytes(gpu: Gpu) -> float:
+    """What the tensors of a step can take of a GPU's memory."""
+    return USABLE_SHARE * gpu.memory_bytes
 
 
 def largest_batch(step: Step, gpu: Gpu) -> int:
     """Samples that fit; 0 if none does. Needs ``step.batch`` and ``step.memory``."""
-    fits = step.largest_batch(USABLE_SHARE * gpu.memory_bytes)
+    fits = step.largest_batch(usable_bytes(gpu))
     return step.batch if fits is None else fits
 
 
@@ -68,7 +73,7 @@ class OutOfMemory(Rule):
     def check(self, context: Context) -> Proposals:
         step, gpu = context.step, context.gpu
         memory = step.memory
-        usable = USABLE_SHARE * gpu.memory_bytes
+        usable = usable_bytes(gpu)
         if memory.peak_bytes <= usable:
             return
         training = step.settings.training
@@ -110,13 +115,13 @@ def _choices(context: Context) -> Iterator[str]:
     if state := memory.optimizer_bytes:
         # There and back for each step; where the update is computed is not counted.
         moved_s = 2 * state / host_bytes_per_s(context.gpu)
-        yield f"optimizer state in bf16: {size(state * (1 - _BF16))} less; rounds the update (unsafe)"
-        yield f"optimizer state in 8 bits: {size(state * (1 - _EIGHT_BITS))} less; rounds the update (unsafe)"
+        for kind, left in (("bf16", OF_BF16), ("8 bits", OF_EIGHT_BITS)):
+            yield f"optimizer state in {kind}: {size(state * (1 - left))} less; rounds the update (unsafe)"
         yield f"optimizer state on the host: {size(state)} less for {seconds(moved_s)} more (advice)"
     held = memory.timeline.peak().owners.get(LOGITS, 0)
     if held >= _LARGE * memory.peak_bytes:
-        saved = size(held * (1 - 1 / _CHUNKS))
-        yield f"loss in {_CHUNKS} chunks of rows: up to {saved} of logits less, the same loss (advice)"
+        saved = size(held * (1 - 1 / CHUNKS))
+        yield f"loss in {CHUNKS} chunks of rows: up to {saved} of logits less, the same loss (advice)"
 
 
 def _recompute(context: Context, usable_bytes: float) -> str:
