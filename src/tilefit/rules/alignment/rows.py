@@ -94,5 +94,4 @@ def contiguous_rows(entry: StepOp) -> str:
         return ""
     if entry.phase == BACKWARD_WEIGHT:
         return "k" if any(operand.contiguous == "k" for operand in op.operands) else ""
-    weights = [{*ref.shape[-2:]} for ref in entry.inputs if ref.parameter and len(ref.shape) >= 2]
-    return "n" if {op.m, op.k} in weights and {op.k, op.n} not in weights else ""
+    return "n" if entry.is_of_weight(op.m, op.k) and not entry.is_of_weight(op.k, op.n) else ""
