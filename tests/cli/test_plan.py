@@ -112,6 +112,14 @@ def test_the_layers_of_each_stage_are_said_and_set(tilefit, model: str) -> None:
     assert f'--pipeline-model-parallel-layout "Et*{first}|t*{second}L"' in text
 
 
+def test_layers_that_are_asked_for_are_planned_of_a_model_of_transformers(tilefit) -> None:
+    sizes = [f"--set={name}" for name in ("hidden_size=64", "num_attention_heads=2", "intermediate_size=128")]
+    command = ("plan", "hf:llama", *sizes, "--gpus", "1", "--seq", "64", "--global-batch", "8")
+    asked, configured = (tilefit(*command, *layers).out for layers in (("--layers", "48"), ()))
+    assert "Captured with 2 of its 48 layers" in " ".join(asked.split())
+    assert "Captured with 2 of its 32 layers" in " ".join(configured.split())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

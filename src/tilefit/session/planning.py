@@ -163,6 +163,7 @@ class PlanSession:
             arguments = {**options.arguments, name: FEW_LAYERS}
             few = replace(options, arguments=arguments)
             step = capture_in_child(self.target, few, self.timeout_s, fresh=self.fresh)
+            layers = self.layers or layers
             notes = (f"Captured with {FEW_LAYERS} of its {layers} layers, which are alike.",)
             return Model(step, layers), (*notes, *step.notes)
         step = capture_in_child(self.target, options, self.timeout_s, fresh=self.fresh)
