@@ -153,8 +153,7 @@ def _rows(entry: StepOp) -> int:
     """Rows, images or sequences of a product; 0, which any size divides, of all else."""
     op = entry.op
     if isinstance(op, Gemm):
-        from_left = entry.is_of_weight(op.m, op.k) and not entry.is_of_weight(op.k, op.n)
-        rows = op.n if from_left else op.m
+        rows = op.n if entry.is_weight_first(op.m, op.k, op.n) else op.m
         return op.batch * rows if entry.parameter or op.batch == 1 else op.batch
     return op.batch if isinstance(op, Conv | Attention | Recurrent) else 0
 

@@ -89,10 +89,10 @@ class StepOp:
         """The first parameter among the inputs: the weight of a linear or convolution; else empty."""
         return next((ref.parameter for ref in self.inputs if ref.parameter), "")
 
-    def is_of_weight(self, *sizes: int) -> bool:
-        """Whether a parameter of at least two dimensions has these as its last two."""
-        shapes = (ref.shape for ref in self.inputs if ref.parameter)
-        return any({*shape[-2:]} == {*sizes} for shape in shapes if len(shape) > 1)
+    def is_weight_first(self, m: int, k: int, n: int) -> bool:
+        """Whether a product of these sizes is ``weight @ x``, so that its columns are the rows of ``x``."""
+        weights = [{*ref.shape[-2:]} for ref in self.inputs if ref.parameter and len(ref.shape) > 1]
+        return {m, k} in weights and {k, n} not in weights
 
     def shared(self, *shares: float) -> StepOp:
         """A rank's part of an optimizer's operation; ``shares`` as of :meth:`Op.shared`."""

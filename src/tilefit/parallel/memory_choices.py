@@ -243,10 +243,8 @@ def _chunked(training: Training, names: Collection[str]) -> Blocks:
     if not {"loss-in-chunks", "fused-loss"} & set(names) or not after.logits_bytes:
         return blocks
     saved = after.logits_bytes - after.logits_surplus_bytes
-    in_chunks, (weight, work) = (
-        "loss-in-chunks" in names,
-        (training.precision.weight, training.precision.work),
-    )
+    in_chunks = "loss-in-chunks" in names
+    weight, work = training.precision.weight, training.precision.work
     # Each chunk's part of the weight's gradient is read, and the sum read and written.
     moved = (CHUNKS - 1) * 3 * weight if in_chunks else CHUNKS * (2 * weight + work)
     summed_s = training._copied_s(after.parameters + blocks.tied, moved)

@@ -94,4 +94,4 @@ def contiguous_rows(entry: StepOp) -> str:
         return ""
     if entry.phase == BACKWARD_WEIGHT:
         return "k" if any(operand.contiguous == "k" for operand in op.operands) else ""
-    return "n" if entry.is_of_weight(op.m, op.k) and not entry.is_of_weight(op.k, op.n) else ""
+    return "n" if entry.is_weight_first(op.m, op.k, op.n) else ""
