@@ -199,7 +199,7 @@ def measured(options: argparse.Namespace) -> None:
     rows.write("machine", **machine(options.device))
     if options.public:
         _prepare(options.public)
-    wanted = cases(options.public)
+    wanted = [name for name in cases(options.public) if name.endswith(", fixed") == (options.part == "fixed")]
 
     def one(name: str) -> dict[str, Any]:
         left = options.seconds - (time.monotonic() - rows.began_s)
@@ -212,9 +212,10 @@ def measured(options: argparse.Namespace) -> None:
             return {"error": "not over in its time"}
         return {"error": out.stderr[-900:]} if out.returncode else json.loads(out.stdout.splitlines()[-1])
 
-    if options.warm:
+    if options.jobs > 1:
+        # What they compile is kept for the runs that count.
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(one, [name for name in wanted if name.endswith(", fixed")]))
+            list(pool.map(one, wanted))
     for name in wanted:
         if options.seconds - (time.monotonic() - rows.began_s) > 10:
             rows.write("program", name=name, **one(name))
@@ -282,8 +283,8 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="with predictions; measures nothing")
     parser.add_argument("--predict", metavar="GPU", nargs="?", const="h100-sxm", help="write predictions")
     parser.add_argument("--fix", metavar="GPU", nargs="?", const="h100-sxm", help="write fixed programs")
-    parser.add_argument("--jobs", type=int, default=1, help="programs that are looked at, or run, at once")
-    parser.add_argument("--warm", action="store_true", help="run the fixed ones first, for what they compile")
+    parser.add_argument("--jobs", type=int, default=1, help="programs at once; of runs, of those before")
+    parser.add_argument("--part", choices=("plain", "fixed"), default="plain", help="programs that are run")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.public = options.public and options.public.resolve()

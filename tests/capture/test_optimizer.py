@@ -10,11 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _device_dtype_check_for_fused,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 from capturing import entries, names, products, rows
 from tilefit.capture import capture
 from tilefit.capture.autocast import constructible
+from tilefit.capture.optimizer import _fuses_on_cuda, _require_fusible
 from tilefit.errors import CaptureError, UsageError
 from tilefit.ops import FORWARD, OPTIMIZER, PHASES, Step, Streaming
 
@@ -118,6 +123,24 @@ def test_the_fused_optimizer_is_one_kernel() -> None:
     assert (op.read_bytes, op.write_bytes) == (4 * BYTES, 3 * BYTES)
     assert step.settings.fused_optimizer
     assert step.memory.optimizer_bytes == 2 * BYTES
+
+
+def test_what_cuda_cannot_fuse_is_refused_as_there() -> None:
+    table = nn.Embedding(64, 32, sparse=True)
+    table(torch.zeros(8, dtype=torch.int64)).sum().backward()
+    with pytest.raises(RuntimeError, match="fused SGD does not support sparse gradients"):
+        _require_fusible(torch.optim.SGD(table.parameters(), fused=True))
+    table.zero_grad(set_to_none=True)
+    _require_fusible(torch.optim.SGD(table.parameters(), fused=True))
+
+
+def test_a_class_that_is_fused_on_other_devices_alone_is_told_from_its_code() -> None:
+    class Elsewhere(torch.optim.Optimizer):
+        def _init_group(self, group: Any) -> None:
+            _device_dtype_check_for_fused(group["params"][0], cuda_unsupported=True)
+
+    assert _fuses_on_cuda(torch.optim.Adam)
+    assert not _fuses_on_cuda(Elsewhere)
 
 
 def test_one_kernel_for_each_tensor_if_the_user_asks_for_it() -> None:

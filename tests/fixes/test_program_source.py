@@ -15,7 +15,7 @@ from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.patches import texts_of
 from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.training import WRITERS
-from tilefit.ops import HostEvent, Loader, Site
+from tilefit.ops import OPTIMIZER, Fallback, HostEvent, Loader, Site, StepOp, Streaming
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT, Program
 from tilefit.options import ProgramOptions, Selection, TargetOptions
 from tilefit.session.fixing import FixRequest, ProgramFixSession
@@ -75,8 +75,10 @@ def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple
         optimizers=(f"{path}:{line_of(text, 'torch.optim')}",) if trains else (),
         models=tuple(f"{path}:{end}" for call in ("model(", "teacher(") if (end := end_of(text, call))),
     )
+    update = Streaming("optimizer", 1024, 12288, 8192)
+    unfused = StepOp(update, OPTIMIZER, Site(fallback=Fallback(1, update, "adamw")))
     context: Any = SimpleNamespace(
-        step=SimpleNamespace(program=program, parameters={}, ops=()), gpu=gpus.get("h200")
+        step=SimpleNamespace(program=program, parameters={}, ops=(unfused,)), gpu=gpus.get("h200")
     )
     finding: Any = SimpleNamespace(code=code, source=source)
     change = WRITERS[code](finding, context, Files(path))
@@ -294,3 +296,33 @@ for _ in range(4):
     assert outcome.exit_code == 1
     assert not outcome.left
     assert Path("train.py").read_text() == text
+
+
+def test_an_optimizer_that_cannot_be_fused_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""\
+import torch
+
+table = torch.nn.Embedding(1000, 1024, sparse=True).to("cuda")
+net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).to("cuda")
+rows = torch.optim.SGD(table.parameters(), lr=0.1)
+weights = torch.optim.AdamW(net.parameters())
+for _ in range(4):
+    net(table(torch.randint(1000, (8,), device="cuda"))).mean().backward()
+    rows.step()
+    weights.step()
+    rows.zero_grad()
+    weights.zero_grad()
+""")
+    request = FixRequest(
+        target="train.py",
+        options=TargetOptions(),
+        gpu=resolve("h200")[0],
+        selection=Selection(select=("NTC003",)),
+        program=ProgramOptions("train.py"),
+    )
+    ((text,),) = [[*ProgramFixSession(request).patches.texts().values()]]
+    assert "AdamW(net.parameters(), fused=True)" in text
+    assert "SGD(table.parameters(), lr=0.1)\n" in text

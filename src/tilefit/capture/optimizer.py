@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from itertools import chain
@@ -80,10 +81,34 @@ def _unfused(optimizer: torch.optim.Optimizer) -> str:
     groups = optimizer.param_groups
     could = (
         type(optimizer).__module__.startswith("torch.optim.")
+        and _fuses_on_cuda(type(optimizer))
         and all("fused" in group and not (group["fused"] or group.get("differentiable")) for group in groups)
-        and not any(gradient.is_sparse for _, gradient in chain(*_with_gradients(optimizer)))
+        and not _has_sparse_gradients(optimizer)
     )
     return type(optimizer).__name__.lower() if could else ""
+
+
+def _fuses_on_cuda(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class of PyTorch's that can be fused can be so on CUDA: before 2.13 Adagrad could not, as its
+    code says."""
+    return "cuda_unsupported=True" not in inspect.getsource(kind)
+
+
+def _has_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(gradient.is_sparse for _, gradient in chain(*_with_gradients(optimizer)))
+
+
+def _require_fusible(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what CUDA refuses of a fused step, since here another stands in for it.
+
+    Raises:
+        RuntimeError: as PyTorch raises it.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim.") and not _fuses_on_cuda(kind):
+        raise RuntimeError(f"`fused=True` of {kind.__name__} is not supported on cuda by this PyTorch")
+    if _has_sparse_gradients(optimizer):
+        raise RuntimeError(f"fused {kind.__name__} does not support sparse gradients")
 
 
 class OptimizerSteps:
@@ -112,6 +137,8 @@ class OptimizerSteps:
             args, kwargs = (optimizer, lambda: loss), {}
         self.name = type(optimizer).__name__.lower()
         self.fused = any(group.get("fused") for group in optimizer.param_groups)
+        if self.fused:
+            _require_fusible(optimizer)
         enter = self._stepping.enter_context
         self._stepping.callback(_restore, [(g, dict(g)) for g in optimizer.param_groups])
         for group in optimizer.param_groups:

@@ -171,8 +171,8 @@ def makers(program: Program, model: nn.Module) -> list[tuple[Syntax, cst.Call]]:
     return [first, *others]
 
 
-#: Optimizers that can be fused, by what they are called in a program.
-FUSIBLE = {f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD", "Adagrad")}
+#: Optimizers that can be fused: what they are called in a program, by what they are called in a step.
+FUSIBLE = {name.lower(): f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD", "Adagrad")}
 
 
 def write_fused(finding: Finding, context: Context, program: Program) -> Change:
@@ -240,7 +240,7 @@ def _constructors(program: Program) -> tuple[list[tuple[Syntax, cst.Call]], bool
         (syntax, call)
         for syntax in program.syntaxes()
         for call in syntax.all(cst.Call)
-        if syntax.means(call.func) & FUSIBLE
+        if syntax.means(call.func) & set(FUSIBLE.values())
     ]
     if len(found) != 1:
         where = f"made in several places ({lines(found)})" if found else "not made in your files"

@@ -27,6 +27,7 @@ from tilefit.ops.program import TO_GPU, TO_HOST
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
 from tilefit.rules.finding import SAFE, UNSAFE
+from tilefit.rules.outside.optimizer import unfused_updates
 
 _NO_OPTIMIZERS = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")
 _LOADERS = {f"torch.utils.data.{module}DataLoader" for module in ("", "dataloader.")}
@@ -50,10 +51,9 @@ def files_of(step: Step, main: Path) -> Files:
 
 
 def _fused(finding: Finding, context: Context, files: Files) -> Change:
-    """``AdamW(model.parameters())``: with ``fused=True``."""
-    calls = [
-        (s, call) for s, call in _optimizers(context, files, beside=True) if s.means(call.func) & FUSIBLE
-    ]
+    """``AdamW(model.parameters())``: with ``fused=True``; one beside it that cannot be fused stays."""
+    wanted = {FUSIBLE[name] for name in unfused_updates(context.step)}
+    calls = [(s, call) for s, call in _optimizers(context, files, beside=True) if s.means(call.func) & wanted]
     refuse(not calls, "the optimizer is not made by a call of PyTorch's class")
     return fused(files, calls)
 

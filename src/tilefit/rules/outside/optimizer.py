@@ -18,8 +18,8 @@ FUSED = ("adam", "adamw", "sgd", "adagrad")
 class UnfusedOptimizer(Rule):
     """The optimizer runs as a series of kernels that each stream all parameters.
 
-    What it sees: An Adam, AdamW, SGD or Adagrad step without `fused=True`: PyTorch's default runs one
-    multi-tensor kernel per arithmetic operation of the update rule.
+    What it sees: An Adam, AdamW, SGD or (from PyTorch 2.13 on) Adagrad step without `fused=True`: PyTorch's
+    default runs one multi-tensor kernel per arithmetic operation of the update rule.
 
     Why it costs time: The update is a dozen operations on each element. One kernel reads the parameter,
     its gradient and its state once and writes them once; a kernel per operation reads and writes
