@@ -231,7 +231,7 @@ def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int
 
 
 @counts(Conv)
-def count_conv(op: Conv, entry: StepOp, gpu: Gpu) -> int:
+def count_conv(op: Conv, gpu: Gpu, entry: StepOp) -> int:
     """Those of the pass, and of a bias."""
     return kernels(op, gpu) + (entry.phase == FORWARD and len(entry.inputs) > 2)
 
@@ -301,7 +301,7 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     ceiling = (
         0.0 if not plain or is_plain_product(op) else CEILINGS[size_bytes(op.dtype), PLAIN_ACCESS_BYTES][1]
     )
-    kernel = Kernel(family, ceiling, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
+    kernel = Kernel(family, reason, ceiling, feed_bytes_per_clock_per_sm=feed(gpu))
     constants = replace(constants, small_tile_exponent=0.0)
     if older and not weight_gradient:
         kernel = kernel._replace(splits=(1,), tiles=_LARGE_TILES if op.direction == BACKWARD_DATA else TILES)
