@@ -27,11 +27,11 @@ from tilefit.cost.attention import estimate_attention
 from tilefit.cost.constants import GDDR_CAPABILITIES, GDDR_MATH_EFFICIENCY, GENERAL, Constants
 from tilefit.cost.constants import constants as constants_of
 from tilefit.cost.conv import estimate_conv
-from tilefit.cost.fitting import RANGES, Measured, fit
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.launch import GRAPHED_S
 from tilefit.cost.priced import left_out
 from tilefit.gpus import Gpu
+from tilefit.measure.fitting import RANGES, Measured, fit
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Attention, Conv2d, Gemm
 
 ROOT = Path(__file__).resolve().parent.parent

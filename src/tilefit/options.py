@@ -7,10 +7,10 @@ the Python functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from tilefit.errors import UsageError
 
@@ -434,6 +434,24 @@ class TargetKeywords(CheckKeywords, total=False):
     batch: int | None
     seq: int | None
     image_size: int | None
+
+
+class Sizes(NamedTuple):
+    """Which size varies, through what, and the others."""
+
+    over: str
+    values: tuple[int, ...]
+    fixed: Mapping[str, int]
+
+    def at(self, size: int) -> dict[str, int]:
+        """All sizes, by name."""
+        return {**self.fixed, self.over: size}
+
+    def text(self, names: Sequence[str]) -> str:
+        """``m=1:512 n=4096 k=4096``."""
+        values = {name: str(size) for name, size in self.fixed.items()}
+        values[self.over] = f"{self.values[0]}:{self.values[-1]}"
+        return " ".join(f"{name}={values[name]}" for name in names)
 
 
 def taken(function: str, keywords: Mapping[str, Any], *kinds: type) -> list[Any]:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from builders import gpt2
 from tilefit import gpus
+from tilefit.cli.curve_sizes import STEP_DENSITY, sizes_between
 from tilefit.cost import estimate, estimate_step
-from tilefit.cost.curve import STEP_DENSITY, Curve, curve, knee, linear, sizes_between, step_curve
+from tilefit.cost.curve import Curve, curve, knee, linear, step_curve
 from tilefit.cost.estimate import Estimate
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu

@@ -9,8 +9,7 @@ import pytest
 from tilefit import gpus
 from tilefit.cost import estimate
 from tilefit.cost.launch import launch
-from tilefit.cost.persistent import persistent_steps
-from tilefit.cost.recurrent_times import table
+from tilefit.cost.recurrent_times import persistent_steps, table
 from tilefit.errors import UsageError
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings
 
@@ -29,10 +28,10 @@ def test_a_measured_size_takes_what_was_measured() -> None:
     forward = measured.persistent(LAYER, training=False, captured=True)
     assert both is not None
     assert forward is not None
-    assert (both[0].hidden, both[0].batch, both[0].steps) == (1024, 8, 256)
-    assert time_us(LAYER) == pytest.approx(256 * forward[1])
+    assert (both.hidden, both.batch, both.steps) == (1024, 8, 256)
+    assert time_us(LAYER) == pytest.approx(256 * forward.time_us("persistent", True))
     passes = sum(time_us(replace(LAYER, direction=d)) for d in (FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT))
-    assert passes == pytest.approx(256 * both[1])
+    assert passes == pytest.approx(256 * both.time_us("persistent", True))
 
 
 def test_time_grows_with_steps_layers_directions_and_input() -> None:

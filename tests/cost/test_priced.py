@@ -287,11 +287,11 @@ def test_old_libraries_run_misaligned_sizes_without_tensor_cores() -> None:
 def test_before_cudnn_8_5_wide_groups_in_nhwc_run_one_by_one() -> None:
     gpu = priced("rtx-3090")
     old = with_libraries(gpu, "cudnn=8.3.2")
-    layer = Conv2d(64, 256, 256, 28, 3, padding=1, groups=2, dtype="fp16", channels_last=True)
+    layer = Conv2d(64, 240, 240, 28, 3, padding=1, groups=2, dtype="fp16", channels_last=True)
     gradient = replace(layer, direction="backward-weight")
     assert 2 < estimate(layer, old).time_s / estimate(layer, gpu).time_s < 3
     assert estimate(gradient, old).time_s > 4 * estimate(gradient, gpu).time_s
-    for other in (replace(layer, channels_last=False), replace(layer, groups=1), replace(layer, groups=64)):
+    for other in (replace(layer, channels_last=False), replace(layer, groups=1), replace(layer, groups=40)):
         assert estimate(other, old) == estimate(other, gpu)
     assert with_libraries(gpu, "cudnn=8.9") is gpu
 

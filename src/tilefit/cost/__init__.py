@@ -2,7 +2,6 @@
 
 from tilefit.cost.cudnn import cudnn_algorithm
 from tilefit.cost.estimate import (
-    BOUNDS,
     DATASHEET,
     ESTIMATED,
     LATENCY,
@@ -10,17 +9,15 @@ from tilefit.cost.estimate import (
     MATH,
     MEASURED,
     MEMORY,
-    TRANSFERRED,
     Estimate,
     StepEstimate,
 )
-from tilefit.cost.explain import GemmExplanation, Neighbour, explain
+from tilefit.cost.explain import GemmExplanation, explain
 from tilefit.cost.fusion import fuse
 from tilefit.cost.model import estimate
 from tilefit.cost.step import estimate_step
 
 __all__ = [
-    "BOUNDS",
     "DATASHEET",
     "ESTIMATED",
     "LATENCY",
@@ -28,10 +25,8 @@ __all__ = [
     "MATH",
     "MEASURED",
     "MEMORY",
-    "TRANSFERRED",
     "Estimate",
     "GemmExplanation",
-    "Neighbour",
     "StepEstimate",
     "cudnn_algorithm",
     "estimate",

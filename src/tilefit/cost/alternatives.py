@@ -78,13 +78,12 @@ def alternatives(gemm: Gemm, gpu: Gpu | str) -> tuple[Alternative, ...]:
         UsageError: no GPU has this name.
     """
     device = priced(gpu)
-    found = []
-    if gemm.dtype not in _ONE_LAYOUT:
-        of_b, of_a = gemm.layout[0], gemm.layout[1]
-        found = [
-            _alternative("A transposed", gemm, replace(gemm, layout=of_b + _OTHER[of_a]), "A", device),
-            _alternative("B transposed", gemm, replace(gemm, layout=_OTHER[of_b] + of_a), "B", device),
-        ]
+    of_b, of_a = gemm.layout[0], gemm.layout[1]
+    layouts = {} if gemm.dtype in _ONE_LAYOUT else {"A": of_b + _OTHER[of_a], "B": _OTHER[of_b] + of_a}
+    found = [
+        _alternative(f"{name} transposed", gemm, replace(gemm, layout=layout), name, device)
+        for name, layout in layouts.items()
+    ]
     wide = _padded(gemm)
     if wide != gemm:
         grown = [name for name in ("m", "n", "k") if getattr(wide, name) > getattr(gemm, name)]

@@ -132,7 +132,7 @@ def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Esti
 
 
 @counts(Attention)
-def count_attention(op: Attention, entry: StepOp, gpu: Gpu) -> int:
+def count_attention(op: Attention, gpu: Gpu, entry: StepOp) -> int:
     """Before the forward kernel two constants and a choice between them make numbers of a mask of booleans,
     and another kernel hands over the state of dropout's random numbers."""
     if op.direction != FORWARD:

@@ -101,13 +101,9 @@ def clock_share(gpu: Gpu) -> float:
     return _PCIE_CLOCK if "PCIe" in gpu.title and gpu.compute_capability in _ALSO_SXM else 1.0
 
 
-def _is_geforce(gpu: Gpu) -> bool:
-    return "GeForce" in gpu.title
-
-
 def clock_headroom(gpu: Gpu) -> float:
     """The highest clock over the datasheet's boost clock."""
-    return _GEFORCE_HEADROOM if _is_geforce(gpu) else 1.0
+    return _GEFORCE_HEADROOM if "GeForce" in gpu.title else 1.0
 
 
 @lru_cache(maxsize=64)
@@ -124,7 +120,7 @@ def constants(gpu: Gpu) -> Constants:
         )
         if gpu.flop_per_clock_per_sm["fp16"] < _FULL_RATE:
             found = replace(found, math_efficiency=_HALF_RATE_MATH)
-        if _is_geforce(gpu):
+        if "GeForce" in gpu.title:
             found = replace(found, math_efficiency=_GEFORCE_MATH, memory_efficiency=_GEFORCE_MEMORY)
     return replace(found, math_efficiency=found.math_efficiency * clock_share(gpu))
 

@@ -76,10 +76,12 @@ _LARGE_TILES = tuple(tile for tile in TILES if tile.rows * tile.columns >= 128 *
 _WIDE_TILES = tuple(tile for tile in TILES if tile.columns >= 128)
 _MOST_TAP_PRODUCTS = 64
 #: Grouped convolutions, over the product of all groups: packed ones share a tile (the profile of an H200,
-#: median of the layers of 50 models: 0.5); others in NHWC run group by group (3 to 6 there; of RegNet, NFNet
-#: and ResNeSt 1.5 to 1.8 on an RTX 3090, 2.7 to 2.9 on a 4090, as their steps leave it).
-_PACKED, _GROUP_BY_GROUP = 0.55, 2.0
-_FEW_GROUPS = 4
+#: median of the layers of 50 models: 0.5). Of others in NHWC those of 64 to 512 channels, by powers of two,
+#: have kernels for all groups (the same profile, medians by channels: 1.0 to 1.2, of data gradients 1.5 to
+#: 2.5: ``benchmarks/grouped_convolutions.py``); the rest run group by group (2 to 5 there; of RegNet and
+#: ResNeSt 1.5 to 1.8 on an RTX 3090, 2.7 to 2.9 on a 4090, as their steps leave it).
+_PACKED, _TOGETHER, _GROUP_BY_GROUP = 0.55, 1.2, 2.0
+_FEW_GROUPS, _TOGETHER_WIDTHS = 4, (64, 128, 256, 512)
 #: The same in NHWC before cuDNN 8.5, of fewer groups of so many channels, over that: forward of timm's models
 #: on an RTX 3090 under PyTorch 1.12 over 2.4; backward what is left of training steps there, of the four
 #: models of ``timm_tables.py --seed 0`` that have such (8.0 to 9.4; of three others 8.3 to 9.1).
@@ -147,11 +149,21 @@ def _over_product(op: Conv, gpu: Gpu) -> float:
     if op.direction == BACKWARD_DATA and any(stride > 1 for stride in op.stride):
         factor *= _STRIDED_GRADIENT_FACTOR
     if op.groups > 1 and uses_tensor_cores(op.dtype, gpu):
-        together = op.groups > _FEW_GROUPS and _grouping(op) == "packed"
-        factor *= _PACKED if together else _GROUP_BY_GROUP if op.channels_last else 1.0
-        if "grouped convolutions" in gpu.lacks and op.channels_last and op.groups < _MANY_GROUPS:
-            factor *= _WIDE_GROUPS[op.direction] if min(op.group_channels) >= _WIDE_GROUP else 1.0
+        factor *= _over_all_groups(op, gpu)
     return factor
+
+
+def _over_all_groups(op: Conv, gpu: Gpu) -> float:
+    """How many times as long a grouped pass takes as the product of all groups."""
+    few_wide = op.channels_last and op.groups < _MANY_GROUPS and min(op.group_channels) >= _WIDE_GROUP
+    older = _WIDE_GROUPS[op.direction] if few_wide and "grouped convolutions" in gpu.lacks else 1.0
+    if op.groups > _FEW_GROUPS and _grouping(op) == "packed":
+        return _PACKED * older
+    if not op.channels_last:
+        return 1.0
+    channels_in, channels_out = op.group_channels
+    together = channels_in == channels_out and channels_in in _TOGETHER_WIDTHS and older == 1.0
+    return _TOGETHER if together else _GROUP_BY_GROUP * older
 
 
 def _added_s(op: Conv, product: Gemm, split: int, gpu: Gpu, constants: Constants) -> float:
@@ -219,7 +231,7 @@ def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int
 
 
 @counts(Conv)
-def count_conv(op: Conv, entry: StepOp, gpu: Gpu) -> int:
+def count_conv(op: Conv, gpu: Gpu, entry: StepOp) -> int:
     """Those of the pass, and of a bias."""
     return kernels(op, gpu) + (entry.phase == FORWARD and len(entry.inputs) > 2)
 
@@ -289,7 +301,7 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     ceiling = (
         0.0 if not plain or is_plain_product(op) else CEILINGS[size_bytes(op.dtype), PLAIN_ACCESS_BYTES][1]
     )
-    kernel = Kernel(family, ceiling, 1.0, inf, "", LINE_BYTES, reason, feed(gpu))
+    kernel = Kernel(family, reason, ceiling, feed_bytes_per_clock_per_sm=feed(gpu))
     constants = replace(constants, small_tile_exponent=0.0)
     if older and not weight_gradient:
         kernel = kernel._replace(splits=(1,), tiles=_LARGE_TILES if op.direction == BACKWARD_DATA else TILES)

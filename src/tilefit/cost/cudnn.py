@@ -42,44 +42,39 @@ def _small_hidden(op: Recurrent) -> int:
 
 def _failed_condition(op: Recurrent, gpu: Gpu) -> str:
     """The first condition of the persistent algorithm that a layer misses; empty if none."""
-    if op.dtype != "fp16":
-        return f"{op.dtype}: the persistent kernels are fp16 only"
-    if op.num_layers > 1:
-        return f"{op.num_layers} layers in one module: only a single layer can persist"
-    if op.bidirectional:
-        return "two directions in one module: only a single direction can persist"
-    if op.hidden_size > 1024:
-        return f"hidden size {op.hidden_size} exceeds 1024"
-    if op.hidden_size % 128:
-        return f"hidden size {op.hidden_size} is not a multiple of 128"
-    if op.input_size % 128:
-        return f"input size {op.input_size} is not a multiple of 128"
-    return _failed_device_condition(op, gpu)
+    conditions = (
+        (op.dtype == "fp16", f"{op.dtype}: the persistent kernels are fp16 only"),
+        (op.num_layers == 1, f"{op.num_layers} layers in one module: only a single layer can persist"),
+        (not op.bidirectional, "two directions in one module: only a single direction can persist"),
+        (op.hidden_size <= 1024, f"hidden size {op.hidden_size} exceeds 1024"),
+        (op.hidden_size % 128 == 0, f"hidden size {op.hidden_size} is not a multiple of 128"),
+        (op.input_size % 128 == 0, f"input size {op.input_size} is not a multiple of 128"),
+        *(_before_ampere(op, gpu) if gpu.compute_capability < (8, 0) else _since_ampere(op, gpu)),
+    )
+    return next((missed for met, missed in conditions if not met), "")
 
 
-def _failed_device_condition(op: Recurrent, gpu: Gpu) -> str:
+def _before_ampere(op: Recurrent, gpu: Gpu) -> tuple[tuple[bool, str], ...]:
     batch, steps = op.batch, op.seq_len
     major, minor = gpu.compute_capability
-    if major == 7:
-        if minor != 0:
-            return "Turing never runs the persistent kernels"
-        if not ((batch % 16 == 0 and batch not in (80, 112)) or batch == 8):
-            return f"batch {batch} is neither 8 nor a multiple of 16 other than 80 and 112"
-        if (steps >= 40 and batch <= 128) or (steps >= 20 and batch <= 96) or (steps >= 10 and batch <= 32):
-            return ""
-        return f"{steps} steps at batch {batch}: needs 40 steps up to 128, 20 up to 96, 10 up to 32"
-    if major < 8:
-        return f"compute capability {major}.{minor} is below 7.0"
-    if gpu.sms < 98:
-        return f"{gpu.sms} SMs: the persistent kernels need 98"
-    if minor == 6:
-        return "compute capability 8.6 never runs the persistent kernels"
-    if op.mode == "GRU":
-        return "a GRU never persists on compute capability 8.0 and later"
-    if batch % 8:
-        return f"batch {batch} is not a multiple of 8"
-    if batch > 128:
-        return f"batch {batch} exceeds 128"
-    if op.gates == 1 and batch >= 96 and op.hidden_size >= 896:
-        return f"batch {batch} with hidden size {op.hidden_size}: needs a batch below 96 or hidden below 896"
-    return ""
+    long = (steps >= 40 and batch <= 128) or (steps >= 20 and batch <= 96) or (steps >= 10 and batch <= 32)
+    whole = (batch % 16 == 0 and batch not in (80, 112)) or batch == 8
+    return (
+        (major == 7, f"compute capability {major}.{minor} is below 7.0"),
+        (minor == 0, "Turing never runs the persistent kernels"),
+        (whole, f"batch {batch} is neither 8 nor a multiple of 16 other than 80 and 112"),
+        (long, f"{steps} steps at batch {batch}: needs 40 steps up to 128, 20 up to 96, 10 up to 32"),
+    )
+
+
+def _since_ampere(op: Recurrent, gpu: Gpu) -> tuple[tuple[bool, str], ...]:
+    batch, hidden = op.batch, op.hidden_size
+    wide = op.gates == 1 and batch >= 96 and hidden >= 896
+    return (
+        (gpu.sms >= 98, f"{gpu.sms} SMs: the persistent kernels need 98"),
+        (gpu.compute_capability[1] != 6, "compute capability 8.6 never runs the persistent kernels"),
+        (op.mode != "GRU", "a GRU never persists on compute capability 8.0 and later"),
+        (batch % 8 == 0, f"batch {batch} is not a multiple of 8"),
+        (batch <= 128, f"batch {batch} exceeds 128"),
+        (not wide, f"batch {batch} with hidden size {hidden}: needs a batch below 96 or hidden below 896"),
+    )

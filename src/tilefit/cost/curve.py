@@ -6,14 +6,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.explain import MOST_GROWTH, larger_sizes
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.step import estimate_step
-from tilefit.errors import TilefitError, UsageError
+from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.ops import FORWARD, Gemm, Op, Step
 from tilefit.ops.base import DIRECTIONS
@@ -26,30 +26,6 @@ KNEE_SHARE = 0.95
 LEAST_GAIN = 0.05
 #: Of the larger sizes, the smallest within this share of the fastest is the one to move to.
 _TIE = 0.02
-#: How dense the sizes of a range are: sampled evenly when there are more, and so many per doubling at least.
-DENSITY = (512, 64)
-#: For a whole step, which takes a hundred times as long to price.
-STEP_DENSITY = (256, 16)
-#: More sizes than this are refused: their prices would take minutes.
-_LARGEST_RANGE = 20_000
-
-
-class Sizes(NamedTuple):
-    """Which size varies, through what, and the others."""
-
-    over: str
-    values: tuple[int, ...]
-    fixed: Mapping[str, int]
-
-    def at(self, size: int) -> dict[str, int]:
-        """All sizes, by name."""
-        return {**self.fixed, self.over: size}
-
-    def text(self, names: Sequence[str]) -> str:
-        """``m=1:512 n=4096 k=4096``."""
-        values = {name: str(size) for name, size in self.fixed.items()}
-        values[self.over] = f"{self.values[0]}:{self.values[-1]}"
-        return " ".join(f"{name}={values[name]}" for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,40 +139,6 @@ def knee(rates: Mapping[int, float]) -> int:
     """The smallest size whose rate is within 5 % of the best."""
     best = max(rates.values())
     return min(size for size, rate in rates.items() if rate >= KNEE_SHARE * best)
-
-
-def sizes_between(
-    first: int, last: int, step: int | None = None, density: tuple[int, int] = DENSITY
-) -> tuple[int, ...]:
-    """The sizes of a range to look at: the first, and the multiples of a step up to the last.
-
-    Without a step all of them where they are few; else multiples of a power of two that grows with the size,
-    so that a range over many doublings shows each of them.
-
-    Raises:
-        UsageError: the range is reversed, or its step makes too many sizes of it.
-    """
-    if last < first:
-        raise UsageError(
-            f"the range {first}:{last} is reversed", hint=f"Write the smaller size first: {last}:{first}."
-        )
-    if step is not None and (last - first) // step > _LARGEST_RANGE:
-        raise UsageError(
-            f"{first}:{last}:{step} has more than {_LARGEST_RANGE:,} sizes",
-            hint=f"Take a larger step, or leave it out: {first}:{last}.",
-        )
-    if step is not None:
-        return (first, *range((first // step + 1) * step, last + 1, step))
-    most, per_doubling = density
-    widest = 1 << ((last - first) // most).bit_length()
-    sizes = [first]
-    while True:
-        densest = (1 << sizes[-1].bit_length() - 1) // per_doubling
-        stride = max(1, min(widest, densest))
-        size = (sizes[-1] // stride + 1) * stride
-        if size > last:
-            return tuple(sizes)
-        sizes.append(size)
 
 
 def linear(rows: int, in_features: int, out_features: int, dtype: str, *, train: bool) -> tuple[Gemm, ...]:

@@ -106,11 +106,10 @@ def larger_sizes(size: int, dtype: str) -> list[int]:
 
 def _neighbours(gemm: Gemm, gpu: PricedGpu, now: Estimate) -> tuple[Neighbour, ...]:
     """The next multiples of each dimension that are predicted to be faster than the size asked for."""
-    found = []
-    for dimension in ("m", "n", "k"):
-        for larger in larger_sizes(getattr(gemm, dimension), gemm.dtype):
-            # A slice keeps the leading dimensions of the matrix it was cut from.
-            predicted = estimate(replace(gemm, **{dimension: larger}), gpu)  # type: ignore[arg-type]
-            if predicted.time_s < now.time_s:
-                found.append(Neighbour(dimension, larger, predicted, now.time_s / predicted.time_s))
-    return tuple(sorted(found, key=lambda neighbour: -neighbour.speedup))
+    found = [  # a slice keeps the leading dimensions of the matrix it was cut from
+        (dimension, larger, estimate(replace(gemm, **{dimension: larger}), gpu))  # type: ignore[arg-type]
+        for dimension in ("m", "n", "k")
+        for larger in larger_sizes(getattr(gemm, dimension), gemm.dtype)
+    ]
+    better = [Neighbour(*each, now.time_s / each[2].time_s) for each in found if each[2].time_s < now.time_s]
+    return tuple(sorted(better, key=lambda neighbour: -neighbour.speedup))

@@ -41,7 +41,7 @@ from math import prod
 
 from tilefit import gpus
 from tilefit.cost.conv_kernels import workspace_bytes
-from tilefit.cost.streaming import GENERATED
+from tilefit.cost.streaming import BY_FUNCTION, GENERATED
 from tilefit.cost.tiles import round_up
 from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Op, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import elements_per_access, size_bytes
@@ -54,50 +54,20 @@ from tilefit.ops.timeline import Timeline
 PAD = "pad"
 #: Roles that are generated code.
 _GENERATED = "softmax normalization reduction pointwise copy loss embedding indexing pooling".split()
-#: Functions of these roles that Inductor leaves to ATen's own kernels (``torch._inductor.lowering.fallbacks``
-#: of PyTorch 2.13, or neither lowered nor decomposed).
-_LEFT_TO_ATEN = frozenset(
-    """_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _adaptive_avg_pool2d_backward
-    _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool2d_backward _cdist_forward
-    _cdist_backward _linalg_det _weight_norm_interface_backward cummax cummin grid_sampler_3d
-    masked_scatter_backward masked_select max_pool3d_with_indices_backward nonzero _ctc_loss
-    _ctc_loss_backward""".split()
+#: Functions that Inductor leaves to ATen's own kernels, whose result is never computed again, and that add at
+#: indexed places; by function further kernels of sums, and FLOP per element.
+_LEFT_TO_ATEN, _KEPT, _ADDING = (
+    frozenset(BY_FUNCTION["inductor"][which].split()) for which in ("left_to_aten", "kept", "adding")
 )
-#: Functions whose result is never computed again: random numbers; and what Inductor keeps, or computes once
-#: more for itself, which moves as much: the softmax of attention (not that of a loss) and the results of
-#: norms over a batch or over channels; and what the partitioner does not compute again, since no kernel goes
-#: on from it (``torch._functorch.partitioners.get_default_op_list``).
+_STAGES: dict[str, int] = BY_FUNCTION["inductor_stages"]
+_WORK: dict[str, float] = BY_FUNCTION["inductor_work"]
+#: Made again in the backward pass where what they are made of is smaller: by any kernel, by generated ones.
 _MADE_AGAIN = ("softmax", "safe_softmax")
 _MADE_AGAIN_IN_KERNELS = (*_MADE_AGAIN, "native_batch_norm")
-_KEPT = frozenset(
-    """bernoulli rand randn rand_like randn_like normal uniform softmax safe_softmax native_batch_norm
-    native_group_norm cat upsample_bilinear2d""".split()
-)
-#: Further kernels beside the one that writes the result, by function: the stages of the sums over the batch
-#: (statistics, or the gradients of scale and shift).
-_STAGES = {
-    "native_batch_norm": 3, "native_batch_norm_backward": 3, "native_layer_norm_backward": 2,
-    "native_group_norm": 1, "native_group_norm_backward": 3,
-}  # fmt: skip
 #: Norms whose statistics need the whole grid, or too much of it, before they can be used.
 _IN_TWO_PASSES = ("native_batch_norm", "native_group_norm")
-#: What a generated kernel computes beside moving its bytes, as FLOP per element at the fp32 peak: the time
-#: that 105 kernels of 13 compiled steps took on an H200 beyond their traffic; of a model left out of the fit
-#: the kernels' median error is 11 %, and 30 % by the traffic alone (``benchmarks/fit_generated.py``).
-_WORK = {
-    "native_dropout": 103.0, "gelu": 31.0, "gelu_backward": 35.0, "tanh": 15.0, "tanh_backward": 13.0,
-    "silu": 42.0, "silu_backward": 42.0, "native_layer_norm": 168.0, "native_layer_norm_backward": 47.0,
-    "log_softmax": 71.0, "log_softmax_backward_data": 41.0, "native_batch_norm": 25.0,
-    # DeBERTa's relative positions, read across rows, and SegFormer's scores: 2.6 and 2.8 ps each.
-    "gather": 170.0, "upsample_bilinear2d": 187.0,
-}  # fmt: skip
-#: What adds at indexed places; and the additions for each element, one for each corner that an interpolation
-#: reads, where it reads more than the nearest.
-_ADDING = frozenset(
-    """embedding_dense_backward index_put unsafe_index_put index_add scatter_add upsample_nearest1d_backward
-    upsample_nearest2d_backward upsample_nearest3d_backward upsample_linear1d_backward
-    upsample_bilinear2d_backward upsample_trilinear3d_backward upsample_bicubic2d_backward""".split()
-)
+#: Additions for each element of an interpolation's gradient: the corners that it reads, where it reads more
+#: than the nearest.
 _CORNERS = {"linear1d": 2, "bilinear2d": 4, "trilinear3d": 8, "bicubic2d": 16}
 #: Work of one addition, likewise, where neighbouring threads add to the same line (SegFormer's scores and the
 #: field of the registration: 2.8 and 3.2 ps), where each adds to another one (SegFormer's features, in NHWC
@@ -500,8 +470,7 @@ def _while_updating(step: Step) -> Iterator[int]:
 
 
 def _is_generated(entry: StepOp) -> bool:
-    is_lowered = entry.op.category in _GENERATED and not _is_left(entry.op)
-    return is_lowered and entry.phase != OPTIMIZER
+    return entry.op.category in _GENERATED and not _is_left(entry.op) and entry.phase != OPTIMIZER
 
 
 def _is_left(op: Op) -> bool:

@@ -162,7 +162,8 @@ def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
 _IN_STEPS, _IN_STEPS_WITH_BIAS, _FEW_ROWS = (32, 4096, 1 << 17), (1024, 512, 1 << 16), 32
 
 
-def kernels(op: Gemm, gpu: Gpu) -> int:
+@counts(Gemm)
+def kernels(op: Gemm, gpu: Gpu, entry: StepOp | None = None) -> int:
     """Kernels that a product takes (``benchmarks/launch_counts.py``, 6,048 on an H200).
 
     A split contraction is added up by another, but seldom where a bias is added, and never of a matrix times
@@ -184,12 +185,6 @@ def _is_in_steps(op: Gemm) -> bool:
     return of_rows and any(
         op.k <= contraction and op.m <= rows and op.m * op.n <= size for contraction, rows, size in limits
     )
-
-
-@counts(Gemm)
-def count_gemm(op: Gemm, entry: StepOp, gpu: Gpu) -> int:
-    """Those of a product."""
-    return kernels(op, gpu)
 
 
 @describes(Gemm(96, 264, 520, "fp16", "NN"))

@@ -13,6 +13,7 @@ from tilefit.cost.tiles import SMALL_TILES, SPLITS, TILES, Tile
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, size_bytes
+from tilefit.ops.gemm import Operand
 
 SM80 = "sm80"
 SIMT = "simt"
@@ -63,23 +64,23 @@ class Kernel(NamedTuple):
     Attributes:
         family: ``simt`` without Tensor Cores, else after the generation the kernels are written for:
             ``sm70``, ``sm80``, ``sm90`` (TMA and wgmma), ``sm100``, ``sm120``.
+        reason: One sentence.
         ceiling_flop_per_clock_per_sm: What fetching misaligned operands leaves; 0 where nothing is lost.
         math_share: Share of the family's math rate that the alignment leaves otherwise.
         bytes_per_clock_per_sm: The most that a multiprocessor fetches from the memory.
         misaligned: Name of the operand that decided (``A``, ``B``, ``C``); empty where all are aligned.
         alignment_bytes: Largest power of two, at most 128, that divides every leading dimension in bytes.
-        reason: One sentence.
         feed_bytes_per_clock_per_sm: Rate at which operands reach a multiprocessor.
         tiles, splits: Tiles of the output, and how many blocks may share one's contraction, that there are.
     """
 
     family: str
-    ceiling_flop_per_clock_per_sm: float
-    math_share: float
-    bytes_per_clock_per_sm: float
-    misaligned: str
-    alignment_bytes: int
     reason: str
+    ceiling_flop_per_clock_per_sm: float = 0.0
+    math_share: float = 1.0
+    bytes_per_clock_per_sm: float = inf
+    misaligned: str = ""
+    alignment_bytes: int = LINE_BYTES
     feed_bytes_per_clock_per_sm: float = inf
     tiles: tuple[Tile, ...] = TILES
     splits: tuple[int, ...] = SPLITS
@@ -112,56 +113,54 @@ def feed(gpu: Gpu) -> float:
 def on_cuda_cores(gpu: Gpu, reason: str) -> Kernel:
     """What runs a product of a type that has Tensor Cores where the library does not use them."""
     ceiling = gpu.peak_flop_per_s("fp32") / (gpu.sms * gpu.boost_clock_hz)
-    return Kernel(SIMT, ceiling, 1.0, inf, "", LINE_BYTES, reason)
+    return Kernel(SIMT, reason, ceiling)
+
+
+def _aligned_bytes(operand: Operand, gemm: Gemm) -> int:
+    """What the distance between an operand's rows is a multiple of; one row needs none."""
+    across = {"A": "mk", "B": "kn", "C": "mn"}[operand.name].replace(operand.contiguous, "")
+    alone = getattr(gemm, across) == gemm.batch == 1
+    return LINE_BYTES if alone else operand.alignment_bytes
 
 
 def select(gemm: Gemm, gpu: Gpu) -> Kernel:
     """The kernels that run a product."""
     if not uses_tensor_cores(gemm.dtype, gpu):
         missing = "fp32 runs" if gemm.dtype == "fp32" else f"{gpu.name} multiplies {gemm.dtype}"
-        return Kernel(SIMT, 0.0, 1.0, inf, "", LINE_BYTES, f"{missing} on CUDA cores, not on Tensor Cores")
-    worst, worst_bytes = "", LINE_BYTES
-    for operand in gemm.operands:
-        # One row needs no distance between rows.
-        rows = gemm.n if operand.name == "B" else gemm.m
-        if operand.contiguous == "m" or (operand.name == "B" and operand.contiguous == "n"):
-            rows = gemm.k
-        aligned = operand.alignment_bytes if rows > 1 or gemm.batch > 1 else LINE_BYTES
-        if aligned < worst_bytes:
-            worst, worst_bytes = operand.name, aligned
+        return Kernel(SIMT, f"{missing} on CUDA cores, not on Tensor Cores")
+    worst = min(gemm.operands, key=lambda operand: _aligned_bytes(operand, gemm))
+    worst_bytes = _aligned_bytes(worst, gemm)
     native = f"sm{gpu.compute_capability[0]}0"
     size = size_bytes(gemm.dtype)
     fed = inf if native in _TMA else feed(gpu)
-    tiles = SMALL_TILES if gemm.batch > 1 else TILES
+    aligned = Kernel(
+        native,
+        "all leading dimensions are multiples of 16 bytes",
+        math_share=1.0 if worst_bytes == LINE_BYTES else _PARTIAL_LINE,
+        alignment_bytes=worst_bytes,
+        feed_bytes_per_clock_per_sm=fed,
+        tiles=SMALL_TILES if gemm.batch > 1 else TILES,
+    )
     if worst_bytes >= ALIGNMENT_BYTES or size == 8:
-        share = 1.0 if worst_bytes == LINE_BYTES else _PARTIAL_LINE
-        reason = "all leading dimensions are multiples of 16 bytes"
-        return Kernel(native, 0.0, share, inf, "", worst_bytes, reason, fed, tiles)
-    operand = next(o for o in gemm.operands if o.name == worst)
+        return aligned
+    rows = f"{worst.name} has rows of {worst.leading_dimension} elements"
     if "misaligned products" in gpu.lacks:
-        length = operand.leading_dimension
-        return on_cuda_cores(
-            gpu, f"{worst} has rows of {length} elements, which this cuBLAS does not run on Tensor Cores"
-        )
+        return on_cuda_cores(gpu, f"{rows}, which this cuBLAS does not run on Tensor Cores")
     family = SM80 if native in _TMA else native
     # C may have narrower elements than A and B.
     tn, other = CEILINGS[size, max(worst_bytes, size)]
     reason = (
-        f"{worst} has rows of {operand.leading_dimension} elements ({operand.contiguous} is contiguous), "
+        f"{rows} ({worst.contiguous} is contiguous), "
         f"a multiple of {worst_bytes} bytes where {ALIGNMENT_BYTES} are needed"
     )
     if gemm.dtype == "fp8":  # PyTorch, _scaled_mm's own check
         reason += ": torch._scaled_mm refuses that; the time assumes what 2-byte elements lose"
     elif family != native:
         reason += f": no {native} kernel can do that, older ones can"
-    return Kernel(
-        family,
-        tn if gemm.layout == "TN" and worst != "C" else other,
-        _PARTIAL_LINE,
-        _MISALIGNED_BYTES_PER_CLOCK_PER_SM[worst_bytes],
-        worst,
-        worst_bytes,
-        reason,
-        fed,
-        tiles,
+    return aligned._replace(
+        family=family,
+        reason=reason,
+        ceiling_flop_per_clock_per_sm=tn if gemm.layout == "TN" and worst.name != "C" else other,
+        bytes_per_clock_per_sm=_MISALIGNED_BYTES_PER_CLOCK_PER_SM[worst_bytes],
+        misaligned=worst.name,
     )

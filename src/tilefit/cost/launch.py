@@ -96,7 +96,7 @@ IDLE_S = 1.3e-6
 launches = ByKind(lambda op, *_: (op.kernels, None))
 
 
-#: ``(op, entry, gpu) -> kernels`` of kinds with more than what the price of a launch was fitted with.
+#: ``(op, gpu, entry) -> kernels`` of kinds with more than what the price of a launch was fitted with.
 counts = ByKind(lambda op, *_: op.kernels)
 
 
@@ -106,7 +106,7 @@ def launched(entry: StepOp, gpu: Gpu) -> int:
     The price of a launch was fitted with ``Op.kernels``, of which the small ones within some functions are
     left out.
     """
-    kernels: int = counts[type(entry.op)](entry.op, entry, gpu)
+    kernels: int = counts[type(entry.op)](entry.op, gpu, entry)
     return kernels
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from tilefit.cost.estimate import MEASURED, Estimate
 from tilefit.ops import Step, StepOp
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredTime:
+class MeasuredTime(NamedTuple):
     """Seconds one operation took on the GPU: the median of the steps, the least and the most."""
 
     time_s: float
@@ -59,9 +59,7 @@ class MeasuredRun:
         """What an operation costs, by the run where it was in it."""
         time = self._times.get(id(entry))
         if time is not None:
-            return replace(
-                predicted, time_s=time.time_s, low_s=time.low_s, high_s=time.high_s, provenance=MEASURED
-            )
+            return replace(predicted, **time._asdict(), provenance=MEASURED)
         factor = next((self._factors[key] for key in _keys(entry) if key in self._factors), 1.0)
         return predicted.each(lambda time_s: factor * time_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -32,9 +33,9 @@ _GENERAL_SPREAD = 0.05
 _FACTS = tuple(each.name for each in fields(Gpu))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class PricedGpu(Gpu):
-    """A GPU as estimates see it; equal to another with the same facts and the same calibration.
+    """A GPU as estimates see it; equal to another with the same facts and the very same calibration.
 
     Attributes:
         calibration: The measured behaviour of this GPU; None where nobody has measured it.
@@ -42,16 +43,7 @@ class PricedGpu(Gpu):
     """
 
     calibration: Calibration | None = field(default=None, repr=False)
-    run: MeasuredRun | None = field(default=None, repr=False)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            isinstance(other, PricedGpu)
-            and self.calibration is other.calibration
-            and all(getattr(self, name) == getattr(other, name) for name in _FACTS)
-        )
+    run: MeasuredRun | None = field(default=None, repr=False, compare=False)
 
     __hash__ = Gpu.__hash__
 
@@ -175,27 +167,8 @@ def resolve(
     return tuple(dict.fromkeys(_together(several, named)))
 
 
-#: The first version of each library for GPUs from a compute capability on (NVIDIA: the release notes of the
-#: CUDA toolkits 9.0, 10.0, 11.0, 11.8 and 12.8, of whose libraries cuBLAS is one; cuDNN's support
-#: matrices).
-_FIRST: dict[str, dict[tuple[int, int], tuple[int, ...]]] = {
-    "cublas": {
-        (7, 0): (9,),
-        (7, 5): (10,),
-        (8, 0): (11,),
-        (8, 6): (11, 2),
-        (8, 9): (11, 11),
-        (10, 0): (12, 8),
-    },
-    "cudnn": {(7, 0): (7,), (7, 5): (7, 3), (8, 0): (8,), (8, 9): (8, 6), (10, 0): (9, 7)},
-}
-#: What versions from one on to before another lack: misaligned sizes run without Tensor Cores (NVIDIA,
-#: "Matrix Multiplication Background User's Guide", Tensor Core requirements), groups in NHWC one by one
-#: (``_WIDE_GROUPS`` of :mod:`tilefit.cost.conv`).
-_LACKING: dict[str, dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
-    "cublas": {"misaligned products": ((), (11,))},
-    "cudnn": {"misaligned convolutions": ((), (7, 6, 3)), "grouped convolutions": ((8,), (8, 5))},
-}
+#: By library the first version for a GPU, and what some versions lack.
+_LIBRARIES = tomllib.loads((Path(__file__).parent / "data" / "libraries.toml").read_text("utf-8"))
 
 
 def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
@@ -207,19 +180,24 @@ def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
     lacks: set[str] = set()
     for each in filter(None, versions.split(",")):
         name, _, text = each.partition("=")
-        number = tuple(int(part) if part.isdecimal() else -1 for part in text.split("."))
-        if name not in _FIRST or min(number) < 0:
+        number, known = _version(text), _LIBRARIES.get(name)
+        if known is None or min(number) < 0:
             raise UsageError(
-                f"{each!r} is no version of {' or '.join(_FIRST)}", hint="Write cublas=10.2,cudnn=7.6."
+                f"{each!r} is no version of {' or '.join(_LIBRARIES)}", hint="Write cublas=10.2,cudnn=7.6."
             )
-        first = max((at for since, at in _FIRST[name].items() if since <= gpu.compute_capability), default=())
-        if number < first:
-            raise UsageError(
-                f"{name} {text} does not run on the {gpu.title}",
-                hint=f"The first that does is {'.'.join(map(str, first))}.",
-            )
-        lacks.update(what for what, (since, before) in _LACKING[name].items() if since <= number < before)
+        runs = (at for since, at in known["first"].items() if _version(since) <= gpu.compute_capability)
+        first = max(runs, key=_version, default="0")
+        if number < _version(first):
+            hint = f"The first that does is {first}."
+            raise UsageError(f"{name} {text} does not run on the {gpu.title}", hint=hint)
+        for what, (since, before) in known["lacks"].items():
+            lacks |= {what} if _version(since) <= number < _version(before) else set()
     return replace(gpu, lacks=frozenset(lacks)) if lacks else gpu
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Its numbers; of what is none, -1."""
+    return tuple(int(part) if part.isdecimal() else -1 for part in text.split("."))
 
 
 def _together(asked: Sequence[Any], named: Calibration | None) -> list[PricedGpu]:

@@ -152,7 +152,7 @@ class Recompute:
                 part.deltas += [(free, 0, -size), (again, self._makers[number], size)]
             elif self._makers[number] <= needed:
                 _, gone = self._life(number)
-                until = self._op_before(gone) if gone <= at_end else needed + 1
+                until = self._timeline.events[int(gone)][1] if gone <= at_end else needed + 1
                 part.deltas += [(again, self._makers[number], size), (again, min(until, needed + 1), -size)]
         for index in ops:
             for ref in self._step.ops[index].inputs:
@@ -164,9 +164,6 @@ class Recompute:
     def _life(self, number: int) -> tuple[float, float]:
         made, *freed = self._lives[number]
         return made, freed[0] if freed else float("inf")
-
-    def _op_before(self, event: float) -> int:
-        return self._timeline.events[int(event)][1]
 
     def _is_saved(self, number: int, path: str) -> bool:
         """The module's own backward pass reads it."""
@@ -251,18 +248,11 @@ class Recompute:
         return cheapest and cheapest[1]
 
     def _relief(self, path: str, at: float) -> int:
-        part = self.parts[path]
-        relief = -sum(size for place, _, size in part.deltas if place <= at)
-        for number, until in part.reads.items():
-            if number in self._lives:
-                _, gone = self._life(number)
-                if gone < at < until:
-                    relief -= self._timeline.blocks[number].size_bytes
-        return relief
+        return -sum(size for place, _, size in self._changed([path]) if place <= at)
 
     def _without_idle(self, chosen: set[str], budget_bytes: float) -> set[str]:
         """The choice without those modules that it does not need, the dearest first."""
-        for path in sorted(chosen, key=lambda path: -self.parts[path].extra_s):
+        for path in sorted(chosen, key=lambda path: (-self.parts[path].extra_s, self.parts[path].first)):
             if self._peak(chosen - {path})[0] <= budget_bytes:
                 chosen = chosen - {path}
         return chosen

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from functools import lru_cache
 from math import exp, log
+from typing import Any, NamedTuple
 
 from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import Constants
 from tilefit.cost.cudnn import PERSIST_STATIC, PERSIST_STATIC_SMALL_H, STANDARD, cudnn_algorithm
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import estimate_gemm
+from tilefit.cost.gemm import kernels as product_kernels
 from tilefit.cost.launch import counts, launches
-from tilefit.cost.persistent import persistent_steps
-from tilefit.cost.recurrent_kernels import kernels
-from tilefit.cost.recurrent_times import table
+from tilefit.cost.recurrent_times import DATA, persistent_steps, table
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings, StepOp, Streaming
-from tilefit.ops.dtypes import size_bytes
+from tilefit.ops.dtypes import HALVES, size_bytes
 
 #: Half-widths of the 80 % interval: of cuDNN's algorithms as computed; as corrected by the sizes measured,
 #: each left out; and of the persistent kernels, as sizes between those measured take what the nearest took.
@@ -52,7 +53,7 @@ def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) ->
 
 
 @counts(Recurrent)
-def count_recurrent(op: Recurrent, entry: StepOp, gpu: Gpu) -> int:
+def count_recurrent(op: Recurrent, gpu: Gpu, entry: StepOp) -> int:
     """Those that are launched, whatever the host's time."""
     return launch_recurrent(op, entry.phase, gpu, Settings())[0]
 
@@ -73,56 +74,49 @@ def estimate_recurrent(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimat
     recurrences = op.seq_len * op.num_layers * op.directions
     if op.direction == BACKWARD_DATA:
         time_s = recurrences * steps.backward_us * 1e-6
-        time_s = max(time_s / 2, time_s - _products_s(replace(op, direction=BACKWARD_WEIGHT), gpu, constants))
+        time_s = _without_weights(op, time_s, gpu, constants)
     else:
         time_s = recurrences * steps.forward_us * 1e-6
     # Measured with as many input features as hidden units.
     square = replace(op, input_size=op.hidden_size)
-    time_s += _products_s(op, gpu, constants) - _products_s(square, gpu, constants)
-    math_s = sum(estimate_gemm(gemm, gpu, constants).math_s * count for gemm, count in op.gemms())
+    own = _products(op, gpu, constants)
+    time_s += own.time_s - _products(square, gpu, constants).time_s
     row = steps.row
     return from_datasheet(
         op,
         gpu,
         time_s,
         _PERSISTENT_SPREAD,
-        math_s=math_s,
+        math_s=own.math_s,
         memory_s=0.0,
-        busy_s=min(math_s, time_s),
+        busy_s=min(own.math_s, time_s),
         kernel_family="tilefit persistent",
         reason=f"measured with {row.hidden} units, mini-batch {row.batch}, {row.steps} steps",
     )
 
 
-def _products_s(op: Recurrent, gpu: Gpu, constants: Constants) -> float:
-    return sum(estimate_gemm(gemm, gpu, constants).time_s * count for gemm, count in op.gemms())
+class _Taken(NamedTuple):
+    """GPU time, and what arithmetic and traffic alone would take of it."""
+
+    time_s: float
+    math_s: float
+    memory_s: float
 
 
-#: Microseconds per time step of the persistent algorithm, forward and forward plus backward, by hidden size
-#: and batch: H200, fp16, 256 steps, input size = hidden size, input product and weight gradients included
-#: (PyTorch 2.11, cuDNN 9.19).
-_PERSISTENT_US: dict[bool, dict[tuple[int, int], tuple[float, float]]] = {
-    # LSTM
-    True: {
-        (256, 16): (1.46, 5.26), (256, 32): (2.97, 8.41), (256, 64): (6.89, 17.99), (256, 128): (4.53, 12.74),
-        (512, 16): (1.64, 5.79), (512, 32): (3.64, 9.67), (512, 64): (6.79, 18.70), (512, 128): (8.37, 30.93),
-        (1024, 16): (2.29, 8.07), (1024, 32): (4.28, 11.62), (1024, 64): (8.30, 22.37),
-        (1024, 128): (16.35, 43.03),
-    },
-    # vanilla
-    False: {
-        (256, 16): (1.38, 3.89), (256, 32): (1.32, 2.82), (256, 64): (1.28, 2.94), (256, 128): (1.43, 4.07),
-        (512, 16): (3.25, 7.11), (512, 32): (4.85, 10.49), (512, 64): (4.97, 10.99),
-        (512, 128): (5.04, 11.44),
-        (1024, 16): (3.79, 8.96), (1024, 32): (4.95, 10.44), (1024, 64): (4.96, 10.73),
-        (1024, 128): (10.07, 24.31),
-    },
-}  # fmt: skip
-_HIDDEN = (256, 512, 1024)
-_BATCHES = (16, 32, 64, 128)
-#: Datasheet clock and SMs of the GPU of the table: a persistent step is a chain of latencies.
-_TABLE_CLOCK_HZ = 1.83e9
-_TABLE_SMS = 132
+def _products(op: Recurrent, gpu: Gpu, constants: Constants) -> _Taken:
+    """Those of all products of a pass."""
+    found = [(estimate_gemm(gemm, gpu, constants), count) for gemm, count in op.gemms()]
+    return _Taken(*(sum(getattr(e, part) * count for e, count in found) for part in _Taken._fields))
+
+
+def _without_weights(op: Recurrent, both_s: float, gpu: Gpu, constants: Constants) -> float:
+    """What a backward pass takes beside the weights' gradients, which are priced apart."""
+    weights_s = _products(replace(op, direction=BACKWARD_WEIGHT), gpu, constants).time_s
+    return max(both_s / 2, both_s - weights_s)
+
+
+#: What steps of the persistent algorithm were measured to take.
+_STEPS: dict[str, Any] = tomllib.loads((DATA / "persist_static.toml").read_text("utf-8"))
 
 
 def _persistent_step_s(op: Recurrent, gpu: Gpu) -> float:
@@ -130,16 +124,16 @@ def _persistent_step_s(op: Recurrent, gpu: Gpu) -> float:
     scaled to the GPU's SMs and clock."""
     import numpy as np
 
-    table = _PERSISTENT_US[op.gates > 1]
+    table = _STEPS
 
-    def at(column: int) -> float:
-        rows = [[log(table[hidden, batch][column]) for batch in _BATCHES] for hidden in _HIDDEN]
-        of_batch = [np.interp(log(op.batch), np.log(_BATCHES), row) for row in rows]
-        return exp(float(np.interp(log(op.hidden_size), np.log(_HIDDEN), of_batch)))
+    def at(passes: str) -> float:
+        rows = np.log(table["lstm" if op.gates > 1 else "vanilla"][passes])
+        of_batch = [np.interp(log(op.batch), np.log(table["batch"]), row) for row in rows]
+        return exp(float(np.interp(log(op.hidden_size), np.log(table["hidden"]), of_batch)))
 
-    forward = at(0)
-    us = forward if op.direction == FORWARD else at(1) - forward
-    return us * 1e-6 * max(1.0, _TABLE_SMS / gpu.sms) * _TABLE_CLOCK_HZ / gpu.boost_clock_hz
+    us = at("forward") if op.direction == FORWARD else at("both") - at("forward")
+    slower: float = max(1.0, table["sms"] / gpu.sms) * table["clock_hz"] / gpu.boost_clock_hz
+    return us * 1e-6 * slower
 
 
 #: cuDNN's algorithm for few hidden units runs the whole recurrence of a layer in one kernel, which reads the
@@ -167,14 +161,14 @@ def _small_hidden_s(op: Recurrent, gpu: Gpu) -> float:
 def _by_cudnn(op: Recurrent, gpu: Gpu, constants: Constants, factor: float) -> Estimate:
     """Predicted GPU time of a pass by cuDNN: what is computed, times what sizes measured ask for."""
     algorithm, failed = cudnn_algorithm(op, gpu)
-    time_s, math_s, memory_s = _computed_s(op, gpu, constants)
+    computed = _computed(op, gpu, constants)
     return from_datasheet(
         op,
         gpu,
-        time_s * factor,
+        computed.time_s * factor,
         _SPREAD if factor == 1.0 else _SPREAD_MEASURED[algorithm],
-        math_s=math_s,
-        memory_s=memory_s,
+        math_s=computed.math_s,
+        memory_s=computed.memory_s,
         kernel_family=f"cudnn {algorithm}",
         reason=f"cuDNN runs {algorithm}" + (f": {failed}" if failed else ""),
     )
@@ -192,40 +186,101 @@ def _measured_over_computed(op: Recurrent, gpu: Gpu, constants: Constants) -> fl
     for near in measured.by_cudnn(op) if measured else ():
         passes = (FORWARD,) if op.direction == FORWARD else (BACKWARD_DATA, BACKWARD_WEIGHT)
         layers = [replace(near.layer, direction=direction) for direction in passes]
-        computed_s = sum(_computed_s(layer, gpu, constants)[0] for layer in layers)
+        computed_s = sum(_computed(layer, gpu, constants).time_s for layer in layers)
         logarithm += near.weight * log(near.step_us * 1e-6 * near.layer.seq_len / computed_s)
     return exp(logarithm)
 
 
-def _computed_s(op: Recurrent, gpu: Gpu, constants: Constants) -> tuple[float, float, float]:
-    """GPU time of a pass by cuDNN, computed from its products and its steps; its part of math and of memory.
+def _computed(op: Recurrent, gpu: Gpu, constants: Constants) -> _Taken:
+    """What a pass by cuDNN takes, computed from its products and its steps.
 
     The standard algorithm runs a product and a pointwise kernel per time step, layer and direction; on an
     H200 these take 4 to 15 us, but an eager call waits 10 us a step for the host to launch them (see
     :mod:`tilefit.cost.launch`). The weight gradient is one product over all time steps in either algorithm.
     """
     algorithm, _ = cudnn_algorithm(op, gpu)
-    products = [(estimate_gemm(gemm, gpu, constants), count) for gemm, count in op.gemms()]
-    weight_gradient = op.direction == BACKWARD_WEIGHT
-    if algorithm == STANDARD or weight_gradient:
+    products = _products(op, gpu, constants)
+    if op.direction == BACKWARD_WEIGHT:
+        return products
+    if algorithm == STANDARD:
+        # The gates and the cell state in, the hidden and the cell state out.
+        cells = op.batch * op.hidden_size
+        read = cells * (op.gates + 1) * size_bytes(op.dtype)
+        written = 2 * cells * size_bytes(op.dtype) * (1 if op.direction == FORWARD else op.gates)
+        gates = Streaming("pointwise", cells * op.gates, read, written, op.dtype, 10.0)
         steps = op.seq_len * op.num_layers * op.directions
-        math_s = sum(e.math_s * count for e, count in products)
-        memory_s = sum(e.memory_s * count for e, count in products)
-        time_s = sum(e.time_s * count for e, count in products)
-        if not weight_gradient:
-            # The gates and the cell state in, the hidden and the cell state out.
-            cells = op.batch * op.hidden_size
-            read = cells * (op.gates + 1) * size_bytes(op.dtype)
-            written = 2 * cells * size_bytes(op.dtype) * (1 if op.direction == FORWARD else op.gates)
-            gates = Streaming("pointwise", cells * op.gates, read, written, op.dtype, 10.0)
-            time_s += steps * estimate_streaming(gates, gpu, constants).time_s
-    else:
-        # Both include the input product, and in backward the weight gradient, which is priced apart.
-        small = algorithm == PERSIST_STATIC_SMALL_H
-        time_s = _small_hidden_s(op, gpu) if small else op.seq_len * _persistent_step_s(op, gpu)
-        if op.direction == BACKWARD_DATA:
-            gradient = replace(op, direction=BACKWARD_WEIGHT)
-            time_s = max(time_s / 2, time_s - _products_s(gradient, gpu, constants))
-        math_s = sum(e.math_s * count for e, count in products)
-        memory_s = 0.0
-    return time_s, math_s, memory_s
+        gates_s = steps * estimate_streaming(gates, gpu, constants).time_s
+        return products._replace(time_s=products.time_s + gates_s)
+    # Both include the input product, and in backward the weight gradient.
+    small = algorithm == PERSIST_STATIC_SMALL_H
+    time_s = _small_hidden_s(op, gpu) if small else op.seq_len * _persistent_step_s(op, gpu)
+    if op.direction == BACKWARD_DATA:
+        time_s = _without_weights(op, time_s, gpu, constants)
+    return _Taken(time_s, products.math_s, 0.0)
+
+
+# --- how many kernels cuDNN launches ---------------------------------------------------------------------
+#
+# Read off the kernels of 640 calls on an H200 (torch 2.11, cuDNN 9.19; benchmarks/launch_counts.py). The
+# standard algorithm runs a product and the gates in each step of each layer and direction. All else is a few
+# products over many steps: where layers lie upon each other, so that they overlap, over some steps at once;
+# the weights' gradients of packed sequences over steps that have as many samples.
+
+#: ``(largest mini-batch, steps)`` that layers upon each other do at once, in each pass; larger ones the last.
+_AT_ONCE = {
+    FORWARD: ((2, 32), (64, 8), (1 << 62, 4)),
+    BACKWARD_DATA: ((2, 32), (8, 16), (64, 4), (1 << 62, 2)),
+}
+#: What the algorithm for fp16 alone runs in each pass; the weights' gradients are as of the others.
+_PERSIST_STATIC = {FORWARD: 3, BACKWARD_DATA: 5}
+
+
+def kernels(op: Recurrent, gpu: Gpu) -> int:
+    """Kernels of one pass of a layer that cuDNN runs, the zeros that PyTorch puts into the gradients that
+    nobody gave and into the weights' included."""
+    cells = op.num_layers * op.directions
+    algorithm = cudnn_algorithm(op, gpu)[0]
+    stepwise = algorithm == STANDARD and op.dtype in HALVES  # the contractions of others are seldom split
+    split = sum(
+        count * (product_kernels(gemm, gpu) - 1)
+        for gemm, count in op.gemms()
+        if stepwise or count <= op.directions
+    )
+    if op.direction == BACKWARD_WEIGHT:
+        # The bias; the input's matrix; the state's, and that of the state before the first step.
+        products = 2 + min(op.seq_len, 2) + _shrinking(op) * (1 + op.directions) // 2
+        return 1 + cells * products + split
+    chunks = _chunks(op) if algorithm == STANDARD else 1
+    # Masks are made forward, and the gradient of the last layer's input is masked once more backward.
+    dropout = op.dropout * (op.num_layers - 1) * op.directions * (1 + chunks)
+    # Forward bf16 fills once more than others. Backward the gradients of the states after the last step are
+    # zeros, and those of both directions are added.
+    states = int(op.dtype == "bf16")
+    if op.direction == BACKWARD_DATA:
+        states = 1 + (op.mode == "LSTM") + op.num_layers * (op.directions - 1)
+    if algorithm == STANDARD:
+        return cells * (2 * op.seq_len + chunks) + split + dropout + states
+    if algorithm == PERSIST_STATIC:
+        return cells * _PERSIST_STATIC[op.direction] + split + states
+    # The input's product, all steps in one, and forward a GRU's bias or backward what is left of the gates.
+    return cells * (2 + (op.direction == BACKWARD_DATA or op.mode == "GRU")) + split + dropout + states
+
+
+def _chunks(op: Recurrent) -> int:
+    """How many products over several steps each layer's input takes."""
+    if op.num_layers == 1 or op.bidirectional:
+        return 1
+    steps = next(steps for batch, steps in _AT_ONCE[op.direction] if op.batch <= batch)
+    if op.direction == FORWARD:
+        steps = max(1, min(steps, op.seq_len // op.num_layers))
+    return -(-op.seq_len // steps)
+
+
+def _shrinking(op: Recurrent) -> int:
+    """At how many steps a packed mini-batch becomes smaller: lengths spread evenly about their mean, of which
+    some coincide."""
+    missing = 2 * (op.seq_len - op.all_rows / op.batch)
+    steps = min(op.seq_len - 1, missing)
+    if not op.packed or steps < 1:
+        return 0
+    return round(steps * (1 - (1 - 1 / steps) ** (op.batch - 1)))

@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
-from math import log2
+from functools import cache, lru_cache
+from math import isnan, log2, nan
 from pathlib import Path
 from typing import NamedTuple
 
 from tilefit.cost.cudnn import cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
+from tilefit.ops.recurrent import TRAINING
 
 PERSISTENT, CUDNN = "persistent", "cudnn"
 
@@ -53,10 +54,10 @@ class Row(NamedTuple):
     persistent_captured_us: float | None
     cudnn_captured_us: float | None
 
-    def time_us(self, backend: str, captured: bool) -> float | None:
-        """Time of a step by the persistent kernels or cuDNN."""
+    def time_us(self, backend: str, captured: bool) -> float:
+        """Time of a step by the persistent kernels or cuDNN; no number where it was not measured."""
         time_us: float | None = getattr(self, f"{backend}{'_captured' if captured else ''}_us")
-        return time_us
+        return nan if time_us is None else time_us
 
 
 class Judged(NamedTuple):
@@ -118,28 +119,22 @@ class Table:
         """
         ours = self._like(layer, dtype, PERSISTENT, training, captured)
         theirs = {_size(row): row for row in self._like(layer, layer.dtype, CUDNN, training, captured)}
-        pairs = [(row, theirs[_size(row)]) for row in ours if _size(row) in theirs]
-        if not pairs or layer.hidden_size > max(row.hidden for row in ours):
+        both = [row for row in ours if _size(row) in theirs]
+        if not both or layer.hidden_size > max(row.hidden for row in ours):
             return None
         if layer.batch > max(row.batch for row in ours):
             return None
         wanted = _algorithms(layer, self._gpu, training)
-        alike = [pair for pair in pairs if self._algorithms[pair[1]] == wanted]
-        row, by_torch = min(alike or pairs, key=lambda pair: _distance(layer, pair[0]))
-        own_us, other_us = row.time_us(PERSISTENT, captured), by_torch.time_us(CUDNN, captured)
-        assert own_us is not None
-        assert other_us is not None
+        alike = [row for row in both if self._algorithms[theirs[_size(row)]] == wanted]
+        row = min(alike or both, key=lambda row: _distance(layer, row))
+        own_us = row.time_us(PERSISTENT, captured)
+        other_us = theirs[_size(row)].time_us(CUDNN, captured)
         return Judged(row, own_us, other_us, own_us * (1.0 if captured else EAGER_MARGIN) <= other_us)
 
-    def persistent(self, layer: Recurrent, *, training: bool, captured: bool) -> tuple[Row, float] | None:
-        """The nearest size measured, and microseconds of a time step by the persistent kernels at it."""
+    def persistent(self, layer: Recurrent, *, training: bool, captured: bool) -> Row | None:
+        """The nearest size measured that has a time of the persistent kernels."""
         rows = self._like(layer, layer.dtype, PERSISTENT, training, captured)
-        if not rows:
-            return None
-        row = min(rows, key=lambda row: _distance(layer, row))
-        own_us = row.time_us(PERSISTENT, captured)
-        assert own_us is not None
-        return row, own_us
+        return min(rows, key=lambda row: _distance(layer, row), default=None)
 
     def by_cudnn(self, layer: Recurrent) -> list[Neighbour]:
         """The sizes measured nearest to a layer at which cuDNN runs the same algorithm for this pass.
@@ -152,14 +147,13 @@ class Table:
         which, wanted = -1 if backward else 0, cudnn_algorithm(layer, self._gpu)[0]
         found = []
         for row in rows:
-            step_us, first = row.cudnn_captured_us, forward.get(_size(row))
-            if self._algorithms[row][which] != wanted or step_us is None or first is None:
+            if self._algorithms[row][which] != wanted or _size(row) not in forward:
                 continue
-            if backward:
-                step_us -= first.cudnn_captured_us or step_us
+            before_us = forward[_size(row)].time_us(CUDNN, True) if backward else 0.0
+            step_us = row.time_us(CUDNN, True) - before_us
             if step_us > 0:
-                distance = _distance(layer, row)
-                found.append((distance, replace(_layer(row), direction=layer.direction), step_us))
+                near = replace(_layer(row), direction=layer.direction)
+                found.append((_distance(layer, row), near, step_us))
         found = sorted(found, key=lambda near: near[0])[:NEIGHBOURS]
         weights = [1 / (distance + _SAME_SIZE) for distance, *_ in found]
         return [
@@ -177,7 +171,7 @@ class Table:
         rows = [
             row
             for row in self._algorithms
-            if (row.cell, row.dtype, row.training) == kind and row.time_us(backend, captured) is not None
+            if (row.cell, row.dtype, row.training) == kind and not isnan(row.time_us(backend, captured))
         ]
         return [row for row in rows if row.directions == layer.directions] or rows
 
@@ -221,3 +215,39 @@ def table(gpu: Gpu) -> Table | None:
     return Table(
         [Row(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)], gpu
     )
+
+
+class Steps(NamedTuple):
+    """GPU time of the persistent kernels for a layer.
+
+    Attributes:
+        row: The size that was measured.
+        forward_us, backward_us: A time step of one layer and direction, with its share of the products with
+            the input and of the weights' gradients; ``backward_us`` is 0 in inference.
+    """
+
+    row: Row
+    forward_us: float
+    backward_us: float
+
+
+@lru_cache(maxsize=4096)
+def persistent_steps(op: Recurrent, gpu: Gpu) -> Steps | None:
+    """What a layer's time steps take by the persistent kernels; None where cuDNN runs it.
+
+    The layer runs by what is faster in eager calls; its times are those of the nearest size in CUDA graphs,
+    which leave out what the host does.
+    """
+    measured = table(gpu)
+    if not op.persistent or op.proj_size or measured is None:
+        return None
+    layer, training = replace(op, direction=FORWARD), op.persistent == TRAINING
+    choice = measured.nearest(layer, op.dtype, training=training)
+    forward = measured.persistent(layer, training=False, captured=True)
+    if choice is None or forward is None or not choice.is_faster:
+        return None
+    forward_us = forward.time_us(PERSISTENT, True)
+    if not training:
+        return Steps(forward, forward_us, 0.0)
+    both = measured.persistent(layer, training=True, captured=True)
+    return both and Steps(both, forward_us, max(both.time_us(PERSISTENT, True) - forward_us, 0.0))

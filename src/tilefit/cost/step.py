@@ -119,11 +119,10 @@ class _Timer:
     def __init__(self, step: Step, device: PricedGpu, times_s: Sequence[float], python_s: float) -> None:
         self.step, self.device = step, device
         self.own_s = own_work_s(step.program)
-        launches = [*_launches(step, device)]
-        self.times_s = _with_idle(times_s, launches)
+        launches_s, self.times_s = _with_launches(step, device, times_s)
         # It goes with the launches, wherever the host waits.
-        slower = 1.0 + python_s / (sum(each.host_s for each in launches) or 1.0)
-        self.launches_s = [slower * each.host_s for each in launches]
+        slower = 1.0 + python_s / (sum(launches_s) or 1.0)
+        self.launches_s = [slower * each for each in launches_s]
 
     def __call__(self, scale: float, gpu_scale: float = 1.0) -> _Paced:
         """With a host, and a GPU, that takes so many times as long as stated."""
@@ -175,27 +174,18 @@ def _captured(same: _Same, device: PricedGpu) -> Timed:
     step = same.step
     assert step.program is not None
     times_s = [each.time_s for each in estimate_all((entry.op for entry in step.ops), device)]
-    launches = [*_launches(step, device)]
-    return Timed(step.program, [each.host_s for each in launches], _with_idle(times_s, launches))
+    return Timed(step.program, *_with_launches(step, device, times_s))
 
 
-class _Launched(NamedTuple):
-    """What the stated host takes to launch an operation, and how long the GPU idles between its kernels and
-    before the next."""
-
-    host_s: float
-    idle_s: float
-
-
-def _with_idle(times_s: Sequence[float], launches: Sequence[_Launched]) -> list[float]:
-    return [time_s + each.idle_s for time_s, each in zip(times_s, launches, strict=True)]
-
-
-def _launches(step: Step, device: PricedGpu) -> Iterator[_Launched]:
-    """Of each operation."""
+def _with_launches(
+    step: Step, device: PricedGpu, times_s: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """What the stated host takes to launch each operation, and what the GPU takes for it, idle between its
+    kernels and before the next too."""
     begun: set[str] = set()
+    launches_s, with_idle_s = [], []
     wrappers_s = _of_wrappers(step)
-    for index, (entry, around) in enumerate(zip(step.ops, around_s(step), strict=True)):
+    for index, (entry, around, time_s) in enumerate(zip(step.ops, around_s(step), times_s, strict=True)):
         part = entry.phase.partition("-")[0]
         first_s = 0.0 if part in begun or entry.replayed else begin_s(part, step)
         begun.add(part)
@@ -204,7 +194,9 @@ def _launches(step: Step, device: PricedGpu) -> Iterator[_Launched]:
         replayed = entry.replayed or of_parts
         kernels, launch_s = launch(entry.op, entry.phase, device, step.settings)
         launch_s, idle_s = (GRAPHED_S, GRAPHED_S) if replayed else (launch_s, IDLE_S * kernels)
-        yield _Launched(around + first_s + launch_s + wrappers_s[index], idle_s)
+        launches_s.append(around + first_s + launch_s + wrappers_s[index])
+        with_idle_s.append(time_s + idle_s)
+    return launches_s, with_idle_s
 
 
 def _of_wrappers(step: Step) -> dict[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import tomllib
 from dataclasses import replace
 from functools import cache
 from math import gcd, log2, prod
@@ -27,6 +28,8 @@ GENERATED = "generated"
 APPLIED = "batch_norm_elemt"
 
 LIMITS = Path(__file__).parent / "data" / "streaming.csv"
+#: What is known of functions by their names, by table; with the sources.
+BY_FUNCTION = tomllib.loads(LIMITS.with_name("functions.toml").read_text("utf-8"))
 
 
 class Limits(NamedTuple):
@@ -46,20 +49,13 @@ class Limits(NamedTuple):
     kernels: float = 1.0
 
 
-#: Of functions that were not fitted, by role. A sort makes several passes, an embedding gathers rows, a loss
-#: reads its logits more than once, a collective also crosses a slower link that no GPU file describes.
-_BY_ROLE = {
-    "pointwise": Limits(0.9, kernels=0.5), "copy": Limits(0.9, kernels=0.5),
-    "reduction": Limits(0.8, kernels=1.5), "normalization": Limits(0.5, kernels=1.5),
-    "softmax": Limits(0.7, kernels=1.5), "loss": Limits(0.7, kernels=1.5), "embedding": Limits(0.6),
-    "indexing": Limits(0.5), "sort": Limits(0.1, kernels=1.5), "pooling": Limits(0.2),
-    "optimizer": Limits(0.7), "collective": Limits(0.2), "other": Limits(0.6),
-}  # fmt: skip
+#: Functions that were measured, and kernels of those that launch several.
+FUNCTIONS = tuple(BY_FUNCTION["measured"].split())
+_KERNELS = {name: int(number) for number, names in BY_FUNCTION["kernels"].items() for name in names.split()}
+_BY_ROLE = {role: Limits(**facts) for role, facts in BY_FUNCTION["roles"].items()}
 #: An access of these that is not coalesced on one side.
 _STRIDED_SHARE = 0.5
-#: Half-width of the 80 % interval, as a factor minus one. The roles with made-of-several-passes shares are
-#: the least certain.
-_SPREADS = {"sort": 1.5, "indexing": 0.8, "collective": 1.5, "other": 0.8, "embedding": 0.6}
+#: Half-width of the 80 % interval of roles that have none of their own, as a factor minus one.
 _SPREAD = 0.4
 #: Of gradients of biases (:mod:`tilefit.cost.sums`): 82 % of the sizes drawn anew lie in it.
 _SUM_SPREAD = 0.25
@@ -71,71 +67,27 @@ _SUM_SPREAD = 0.25
 _APPLIED_CLOCKS = {False: 0.72, True: 0.39}
 #: Of small kernels that prepare them, in bf16: 2.3 us of every norm on an H200; 2.8 on two H100s.
 _PREPARED_S = 2.3e-6
-#: cuDNN's, which applies those in fp16 and fp32; an element of tensors that are joined and not contiguous; a
-#: step of CTC, one after another. All of an H100, where norms in 16 bits of 50 MB and more took 0.60 to 0.75
-#: clocks an element (``benchmarks/function_times.py``).
+#: cuDNN's, which applies those in fp16 and fp32; an element of tensors that are joined and not contiguous.
+#: Both of an H100, where norms in 16 bits of 50 MB and more took 0.60 to 0.75 clocks an element
+#: (``benchmarks/function_times.py``).
 _CUDNN_CLOCKS, _JOINED_CLOCKS = 0.66, 0.74
-_STEP_CLOCKS = {"_ctc_loss": 1300.0, "_ctc_loss_backward": 2200.0}
 #: Power with which times add of which the longer counts.
 _MOST = 8.0
 
-#: What optimizers run on tensors that they have just written, which the L2 cache then still has: clocks for
-#: an element of a block's chunk (two small programs' on an H100: 8 to 13 us of 65,536 elements), and before
-#: them. A block takes as many elements of one tensor.
-_FRESH_CLOCKS = {
-    "_foreach_add": 0.22, "_foreach_addcmul": 0.24, "_foreach_sqrt": 0.34, "_foreach_div": 0.34,
-    "_foreach_addcdiv": 0.37,
-}  # fmt: skip
+#: What optimizers run on tensors that they have just written takes before its elements; those of one tensor
+#: that a block takes.
 _FRESH_S, _CHUNK_ELEMENTS = 1.3e-6, 65536
 #: Tensors of an optimizer that are in use at once, over those of one operation.
 _FRESH_FOOTPRINT = 1.5
 
-#: Reads of its operands that a softmax makes again, of rows too long for a block's memory; blocks that a
+#: Of a softmax that reads its operands again: rows too long for a block's memory; blocks that a
 #: multiprocessor works on at once; and the share of the L2 cache that keeps their rows. On an H100 rows of
 #: 64 KB reached 2.7 TB/s, of 128 KB and more 1.5, as what is read again comes from memory; so 44 passes of
 #: such rows are 4 % off in the median, were 6 backward and 23 forward (``benchmarks/function_times.py``).
-_READ_AGAIN = {
-    "_log_softmax": 2, "_softmax": 2, "_log_softmax_backward_data": 1, "_softmax_backward_data": 1,
-}  # fmt: skip
 _BLOCK_MEMORY_BYTES, _BLOCKS_PER_SM, _ROWS_L2_SHARE = 48 << 10, 2, 0.5
 
-#: Functions that were measured; any other is described by its role alone.
-FUNCTIONS = """
-    _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_div _foreach_lerp _foreach_mul _foreach_sqrt
-    _fused_rms_norm _fused_rms_norm_backward _log_softmax _log_softmax_backward_data _softmax
-    _softmax_backward_data _to_copy add addcmul amax argmax avg_pool2d avg_pool2d_backward bernoulli cat clone
-    constant_pad_nd cumsum div embedding embedding_dense_backward exp fill fused_adamw fused_sgd gather gelu
-    gelu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward
-    index_add index_select linalg_vector_norm masked_fill max_pool2d_with_indices
-    max_pool2d_with_indices_backward mean mse_loss mul native_batch_norm native_batch_norm_backward
-    native_dropout native_dropout_backward native_group_norm native_layer_norm native_layer_norm_backward neg
-    nll_loss_backward nll_loss_forward pow relu roll select_backward sigmoid sigmoid_backward silu
-    silu_backward slice_backward sort sum tanh threshold_backward topk where
-""".split()
 _DTYPES = ("bf16", "fp16", "fp32")
-#: Kernels of functions that launch several (PyTorch 2.11 on an H200, ``benchmarks/program_ops.py``), as
-#: sources in ATen/native/cuda have them; and of an embedding's gradient whose indices are sorted.
-_KERNELS = {
-    name: kernels
-    for kernels, names in {
-        2: """native_layer_norm_backward _fused_rms_norm_backward mse_loss mse_loss_backward smooth_l1_loss
-            smooth_l1_loss_backward huber_loss huber_loss_backward binary_cross_entropy
-            binary_cross_entropy_backward nll_loss2d_backward max_pool2d_with_indices_backward
-            adaptive_max_pool2d_backward _adaptive_avg_pool2d_backward upsample_bilinear2d_backward
-            upsample_bicubic2d upsample_bicubic2d_backward grid_sampler_2d_backward reflection_pad2d_backward
-            constant_pad_nd cumprod eye topk upsample_nearest2d_backward _softmax_backward_data""",
-        3: "native_group_norm sort _foreach_norm",
-        4: "nll_loss2d_forward bincount histc",
-        5: "native_group_norm_backward nonzero_static randperm linalg_lu_solve",
-        6: "binary_cross_entropy_with_logits",
-        9: "logsumexp",
-        7: "_ctc_loss",
-        14: "multinomial",
-        19: "_linalg_slogdet",
-        24: "_ctc_loss_backward",
-    }.items()
-    for name in names.split()
-}
+#: Kernels of an embedding's gradient whose indices are sorted.
 _SORTED_KERNELS = 21
 #: Numbers up to which a single kernel sorts them.
 _TILE_SORTED = 3072
@@ -165,9 +117,9 @@ def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     if op.function == SUMMED:
         floor = floor_s(op, gpu)
         return estimate.within(max(summed_s(op, gpu), floor), _SUM_SPREAD, floor)
-    if op.function in _FRESH_CLOCKS:
+    if op.function in BY_FUNCTION["fresh_clocks"]:
         return _of_fresh_tensors(op, estimate, gpu)
-    if op.function in _READ_AGAIN:
+    if op.function in BY_FUNCTION["read_again"]:
         return _of_long_rows(op, estimate, gpu)
     math_s, power = _work(op, gpu)
     if not math_s:
@@ -193,7 +145,7 @@ def _work(op: Streaming, gpu: Gpu) -> tuple[float, float]:
         return each_s * (_APPLIED_CLOCKS[op.strided] if applied else _CUDNN_CLOCKS), 2.0 if applied else _MOST
     if op.function == "cat" and op.strided:
         return each_s * _JOINED_CLOCKS, 3.0
-    return op.inner * _STEP_CLOCKS.get(op.function, 0.0) / gpu.boost_clock_hz, _MOST
+    return op.inner * BY_FUNCTION["step_clocks"].get(op.function, 0.0) / gpu.boost_clock_hz, _MOST
 
 
 def _of_fresh_tensors(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
@@ -202,7 +154,7 @@ def _of_fresh_tensors(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
         return estimate
     blocks = op.elements / _CHUNK_ELEMENTS
     rounds = max(min(1.0, blocks), blocks / gpu.sms)
-    chunk_s = _CHUNK_ELEMENTS * _FRESH_CLOCKS[op.function] / gpu.boost_clock_hz
+    chunk_s = _CHUNK_ELEMENTS * BY_FUNCTION["fresh_clocks"][op.function] / gpu.boost_clock_hz
     time_s = max(op.kernels * _FRESH_S + rounds * chunk_s, floor_s(op, gpu))
     if time_s >= estimate.time_s:
         return estimate
@@ -218,7 +170,7 @@ def _of_long_rows(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
         return estimate
     rows = op.elements / op.inner
     fill = min(rows, _BLOCKS_PER_SM * gpu.sms) * row_bytes / (_ROWS_L2_SHARE * gpu.l2_bytes)
-    again = _READ_AGAIN[op.function] * rows * row_bytes * (1 - 1 / (1 + fill**4))
+    again = BY_FUNCTION["read_again"][op.function] * rows * row_bytes * (1 - 1 / (1 + fill**4))
     time_s = (op.moved_bytes + again) / (gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE)
     scale = max(1.0, time_s / estimate.time_s)
     return estimate.each(lambda each_s: each_s * scale)
@@ -256,7 +208,7 @@ def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimat
         op,
         gpu,
         longer_s + op.kernels * constants.kernel_s(gpu) * limits.kernels,
-        _SPREADS.get(op.role, _SPREAD),
+        BY_FUNCTION["spreads"].get(op.role, _SPREAD),
         math_s=math_s,
         memory_s=moved_s(op.moved_bytes, gpu, constants),
         busy_s=longer_s,
@@ -273,7 +225,7 @@ def launch_streaming(op: Streaming, phase: str, gpu: Gpu, settings: Settings) ->
 
 
 @counts(Streaming)
-def count_streaming(op: Streaming, entry: StepOp, gpu: Gpu) -> int:
+def count_streaming(op: Streaming, gpu: Gpu, entry: StepOp) -> int:
     """The kernels of a function's implementation for CUDA."""
     if op.function.endswith("index_put") and op.kernels > 1:
         indices = sum(ref.dtype.startswith("int") for ref in entry.inputs)

@@ -91,10 +91,15 @@ def run(timed: Timed, gpu: Gpu, scale: float, others: Sequence[Timed] = ()) -> S
 
 
 def _gone_through(ranks: Sequence[Timed], gpu: Gpu, scale: float) -> list[_Clocks]:
-    """The clocks of all ranks behind some steps."""
+    """The clocks of all ranks behind some steps, each of which goes as far as it can in turn."""
     board = _Board([each.program for each in ranks])
     clocks = [_Clocks(each, gpu, scale, board) for each in ranks]
-    _together(clocks, board)
+    running = [(each, each.steps()) for each in clocks]
+    while running:
+        before = sum(each.taken for each in clocks), len(running)
+        running = [(clock, steps) for clock, steps in running if next(steps, "done") != "done"]
+        if before == (sum(each.taken for each in clocks), len(running)):
+            board.give_up()
     return clocks
 
 
@@ -102,10 +107,9 @@ def _actions(program: Program, count: int) -> list[range | Ordered | HostEvent]:
     """Operations in a row, what streams are asked for, and where host and GPU meet, in order."""
     last = len(program.order)
     asked: list[tuple[int, int, Ordered | HostEvent]] = [
-        (min(each.index, count), 2 * place + 1, each) for place, each in enumerate(program.order)
+        *((min(each.index, count), 2 * place + 1, each) for place, each in enumerate(program.order)),
+        *((min(e.index, count), 2 * (e.after if e.after >= 0 else last), e) for e in program.events),
     ]
-    for event in program.events:
-        asked.append((min(event.index, count), 2 * (event.after if event.after >= 0 else last), event))
     actions: list[range | Ordered | HostEvent] = []
     first = 0
     for index, _, each in sorted(asked, key=lambda placed: placed[:2]):
@@ -125,7 +129,7 @@ class _Meeting:
         before: Exchanges that it begins after.
         later: Exchanges that begin after it.
         time_s: What it takes.
-        start_s: When it begins; None: not known yet.
+        start_s: When it begins; infinity while that is not known.
     """
 
     ranks: int
@@ -133,12 +137,12 @@ class _Meeting:
     before: list[_Meeting] = field(default_factory=list)
     later: list[_Meeting] = field(default_factory=list)
     time_s: float = 0.0
-    start_s: float | None = None
+    start_s: float = inf
 
     @property
-    def end_s(self) -> float | None:
-        """When it is over; None: not known yet."""
-        return None if self.start_s is None else self.start_s + self.time_s
+    def end_s(self) -> float:
+        """When it is over; infinity while that is not known."""
+        return self.start_s + self.time_s
 
     def settle(self, given_up: bool = False) -> None:
         """Begin if that can be told by now, or with whoever is there if others are given up; and so on with
@@ -147,9 +151,9 @@ class _Meeting:
         while left:
             each = left.pop()
             ends = [before.end_s for before in each.before]
-            known = len(each.ready_s) >= each.ranks and None not in ends
-            if each.start_s is None and (known or given_up):
-                each.start_s = max(*each.ready_s, *(end_s or 0.0 for end_s in ends), 0.0)
+            known = len(each.ready_s) >= each.ranks and inf not in ends
+            if each.start_s == inf and (known or given_up):
+                each.start_s = max(*each.ready_s, *(end_s for end_s in ends if end_s < inf), 0.0)
                 left += each.later
             given_up = False
 
@@ -162,12 +166,10 @@ class _End(NamedTuple):
     #: Of the step, the exchange that it waits for; -1 for none.
     why: int = -1
 
-    def known_s(self) -> float | None:
-        """The time; None: not known yet."""
-        if self.meeting is None:
-            return self.time_s
-        end_s = self.meeting.end_s
-        return None if end_s is None else max(self.time_s, end_s)
+    @property
+    def known_s(self) -> float:
+        """The time; infinity while that is not known."""
+        return max(self.time_s, self.meeting.end_s) if self.meeting else self.time_s
 
 
 _BEGIN = _End()
@@ -191,18 +193,8 @@ class _Board:
     def give_up(self) -> None:
         """Nobody can go on: the first exchange that has not begun begins with those who are there."""
         self.unmet += 1
-        first = next(each for each in self._meetings.values() if each.ready_s and each.end_s is None)
+        first = next(each for each in self._meetings.values() if each.ready_s and each.end_s == inf)
         first.settle(given_up=True)
-
-
-def _together(clocks: Sequence[_Clocks], board: _Board) -> None:
-    """Go through the steps of all ranks, each as far as it can."""
-    running = [(each, each.steps()) for each in clocks]
-    while running:
-        before = sum(each.taken for each in clocks), len(running)
-        running = [(clock, steps) for clock, steps in running if next(steps, "done") != "done"]
-        if before == (sum(each.taken for each in clocks), len(running)):
-            board.give_up()
 
 
 class _Clocks:
@@ -237,16 +229,14 @@ class _Clocks:
         """Go through some steps, to the one that is told; gives way where another rank has to go on first."""
         actions = _actions(self.program, len(self.times_s))
         for _ in range(_BEFORE + 1):
-            while (now_s := self.ends[0].known_s()) is None:
+            while (now_s := self.ends[0].known_s) == inf:
                 yield "waits"
             self._begin(now_s)
             for action in actions:
                 while not self._take(action):
                     yield "waits"
                 self.taken += 1
-        while (now_s := self.ends[0].known_s()) is None or any(
-            each.end_s is None for each, *_ in self.exchanged.values()
-        ):
+        while inf in (now_s := self.ends[0].known_s, *(each.end_s for each, *_ in self.exchanged.values())):
             yield "waits"
         self._finish(now_s)
 
@@ -262,22 +252,17 @@ class _Clocks:
         made.time_s = max(self.asked_s, now_s - self.begin_s)
         made.exchange_s = self.taken_s
         for number, (meeting, stream, since) in self.exchanged.items():
-            start_s, end_s, since_s = meeting.start_s, meeting.end_s, since.known_s()
-            assert start_s is not None
-            assert end_s is not None
-            assert since_s is not None
             if not stream:  # it runs where the program computes
-                self._waited(number, since_s, end_s)
-            made.spans.append(
-                Span(stream, start_s - self.begin_s, end_s - self.begin_s, number, exchange=True)
-            )
+                self._waited(number, since.known_s, meeting.end_s)
+            start_s, end_s = meeting.start_s - self.begin_s, meeting.end_s - self.begin_s
+            made.spans.append(Span(stream, start_s, end_s, number, exchange=True))
         made.spans.sort(key=lambda span: span.start_s)
 
     def beside_s(self) -> list[float]:
         """How long each operation of the last step ran beside collectives, also beside those that wait."""
         made = [0.0] * len(self.times_s)
         links = sorted(
-            ((since.known_s() or 0.0) - self.begin_s, (meeting.end_s or 0.0) - self.begin_s)
+            (since.known_s - self.begin_s, meeting.end_s - self.begin_s)
             for meeting, stream, since in self.exchanged.values()
             if stream
         )
@@ -309,7 +294,7 @@ class _Clocks:
 
     def _work(self, operations: range) -> bool:
         stream, now = self.stream, self.ends.get(self.stream, _BEGIN)
-        if (now_s := now.known_s()) is None:
+        if (now_s := now.known_s) == inf:
             return False
         host_s, begin_s, spans = self.host_s, self.begin_s, self.made.spans
         for index in operations:
@@ -328,10 +313,8 @@ class _Clocks:
         waited = [*self.ends.values()] if everything else [self.ends.get(self.stream, _BEGIN)]
         if event.event:
             waited = [self._event(event.event)]
-        times = [each.known_s() for each in waited]
-        if None in times:
+        if (until_s := max(each.known_s for each in waited)) == inf:
             return False
-        until_s: float = max(times)  # type: ignore[type-var, assignment]
         self.host_s += self.scale * FORWARD_S
         if event.event:
             self.host_s = max(self.host_s, until_s)
@@ -349,12 +332,13 @@ class _Clocks:
 
     def _await(self, action: Ordered) -> bool:
         until, now = self._event(action.number), self.ends.get(action.stream, _BEGIN)
-        until_s, now_s = until.known_s(), now.known_s()
-        if until_s is None or now_s is None:
-            if not action.stream or (until_s is None and now_s is None and until.meeting is not now.meeting):
+        until_s, now_s = until.known_s, now.known_s
+        if inf in (until_s, now_s):
+            if not action.stream or (until_s == now_s and until.meeting is not now.meeting):
                 return False
-            first, second = (until, now) if until_s is None else (now, until)
-            self.ends[action.stream] = first._replace(time_s=max(first.time_s, second.known_s() or 0.0))
+            first, second_s = (until, now_s) if until_s == inf else (now, until_s)
+            known_s = second_s if second_s < inf else 0.0
+            self.ends[action.stream] = first._replace(time_s=max(first.time_s, known_s))
             return True
         if until_s <= now_s:
             return True

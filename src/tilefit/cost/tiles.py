@@ -54,9 +54,9 @@ def contraction(k: int, stage: int, split: int = 1) -> int:
     return stage * ceil_div(k, stage * split)
 
 
-def waves(tiles: int, sms: int, per_sm: int = 1) -> float:
+def waves(tiles: int, sms: int) -> float:
     """Tiles over those that run at once; the GPU takes the next whole number of waves' time."""
-    return tiles / (sms * per_sm)
+    return tiles / sms
 
 
 def tile_efficiency(m: int, n: int, tile: tuple[int, int]) -> float:
@@ -64,7 +64,6 @@ def tile_efficiency(m: int, n: int, tile: tuple[int, int]) -> float:
     return m * n / (count(m, n, tile) * tile[0] * tile[1])
 
 
-def last_wave_fill(tiles: int, sms: int, per_sm: int = 1) -> float:
-    """Share of the last wave's slots that hold a tile; 1 where the waves are whole."""
-    slots = sms * per_sm
-    return (tiles - 1) % slots / slots + 1 / slots
+def last_wave_fill(tiles: int, sms: int) -> float:
+    """Share of the last wave's SMs that hold a tile; 1 where the waves are whole."""
+    return (tiles - 1) % sms / sms + 1 / sms

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from tilefit.cost.persistent import persistent_steps
+from tilefit.cost.recurrent_times import persistent_steps
 from tilefit.fixes.edits import Edits
 from tilefit.fixes.fix import ChangeSet, Context, Found, RefusedError, fix, in_words, refuse
 from tilefit.fixes.modules import require_plain, submodule

@@ -29,7 +29,6 @@ from tilefit.cost.calibration import Calibration, Network, fingerprint, on_analy
 from tilefit.cost.constants import Constants, constants
 from tilefit.cost.estimate import ESTIMATED, Estimate
 from tilefit.cost.features import domain
-from tilefit.cost.fitting import Measured, fit
 from tilefit.cost.kernels import select
 from tilefit.cost.model import by_stages
 from tilefit.cost.priced import PricedGpu, basis
@@ -37,6 +36,7 @@ from tilefit.cost.streaming import traffic
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.measure import streaming, suites
+from tilefit.measure.fitting import Measured, fit
 from tilefit.measure.microbenchmarks import instance
 from tilefit.measure.networks import train
 from tilefit.measure.pool import Pool

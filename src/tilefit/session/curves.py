@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tilefit.capture.child import captures_in_child
 from tilefit.capture.interpolated import capture_sizes
-from tilefit.cost.curve import Curve, Prices, Sizes, curve, step_curve
+from tilefit.cost.curve import Curve, Prices, curve, step_curve
 from tilefit.cost.priced import PricedGpu
-from tilefit.options import AnyOptions
+from tilefit.options import AnyOptions, Sizes
 from tilefit.report.curves import Curves, Family, roundest
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
-from tilefit.cost.persistent import persistent_steps
+from tilefit.cost.recurrent_times import persistent_steps
 from tilefit.ops import Recurrent
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tilefit.cost.constants import constants
-from tilefit.cost.fitting import Measured, fit
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.gpus import get
+from tilefit.measure.fitting import Measured, fit
 from tilefit.ops import Gemm
 
 H100 = get("h100")
