@@ -9,8 +9,9 @@ from typing import ClassVar, Protocol
 
 from tilefit.cost import StepEstimate, estimate
 from tilefit.cost.priced import PricedGpu
-from tilefit.ops import Step, StepOp
+from tilefit.ops import Op, Step, StepOp
 from tilefit.rules.sites import pattern
+from tilefit.units import seconds
 
 #: New operations by index into ``Step.ops``; an empty tuple removes the operation.
 Replaced = Mapping[int, tuple[StepOp, ...]]
@@ -103,6 +104,13 @@ class Context:
     def replaced_s(self, replaced: Replaced) -> float:
         """GPU time of what takes the place of some operations, in seconds."""
         return sum(estimate(entry.op, self.gpu).time_s for entries in replaced.values() for entry in entries)
+
+    def faster(self, index: int, op: Op, *, kernels: bool = False) -> str:
+        """``12.4 ms -> 1.75 ms``: the time of an operation, and of what takes its place; with the families of
+        both ``kernels``, if wanted."""
+        both = self.estimate.ops[index], estimate(op, self.gpu)
+        names = (f"{each.kernel_family} " if kernels else "" for each in both)
+        return " -> ".join(name + seconds(each.time_s) for name, each in zip(names, both, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

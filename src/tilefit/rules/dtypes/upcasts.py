@@ -198,9 +198,7 @@ def _fused(flow: Flow, region: list[int]) -> StepOp:
 
 def _wide_products(context: Context) -> Proposals:
     step = context.step
-    products = [
-        (i, e.op) for i, e in enumerate(step.ops) if isinstance(e.op, Gemm) and e.site.fallback is None
-    ]
+    products = [(i, op) for i, entry, op in step.each(Gemm) if entry.site.fallback is None]
     halves = [op for _, op in products if op.dtype in HALVES]
     wide = [(i, op) for i, op in products if op.dtype in ("fp32", "tf32")]
     if not wide or sum(op.flop for op in halves) < sum(op.flop for _, op in wide):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilefit.gpus import Gpu
-from tilefit.ops import Conv, Step, StepOp, Streaming
+from tilefit.ops import Conv, Step, Streaming
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
@@ -52,11 +52,11 @@ class ChannelsLast(Rule):
         if not turned:
             return
         place = context.place(turned)
-        volume = any(len(op.input_size) == 3 for i in turned if isinstance(op := step.ops[i].op, Conv))
+        volume = any(len(op.input_size) == 3 for i, _, op in step.each(Conv) if i in turned)
         memory_format = "torch.channels_last_3d" if volume else "torch.channels_last"
         before_s = context.time_s(turned)
-        conversions = _conversions(step.ops)
-        followers = _followers(step.ops)
+        conversions = _conversions(step)
+        followers = _followers(step)
         follows_s = context.time_s(followers)
         many = f"{place.sites} convolutions run" if place.sites > 1 else "1 convolution runs"
         yield Proposal(
@@ -82,38 +82,33 @@ class ChannelsLast(Rule):
 def channels_last(step: Step, gpu: Gpu) -> Edits:
     """The convolutions that Tensor Cores would rather have in NHWC, in NHWC; CUDA cores take NCHW as well."""
     return {
-        index: (replace(entry, op=replace(entry.op, channels_last=True)),)
-        for index, entry in enumerate(step.ops)
-        if isinstance(entry.op, Conv)
-        and not entry.op.channels_last
-        and entry.op.dtype in TENSOR_CORE_DTYPES
-        and gpu.supports(entry.op.dtype)
-        and len(entry.op.input_size) > 1
+        index: (replace(entry, op=replace(op, channels_last=True)),)
+        for index, entry, op in step.each(Conv)
+        if not op.channels_last
+        and op.dtype in TENSOR_CORE_DTYPES
+        and gpu.supports(op.dtype)
+        and len(op.input_size) > 1
     }
 
 
-def _followers(ops: tuple[StepOp, ...]) -> Edits:
+def _followers(step: Step) -> Edits:
     """Batch normalization and pooling of images take the format of what they read."""
     return {
         index: (replace(entry, op=replace(op, strided=True)),)
-        for index, entry in enumerate(ops)
-        if isinstance(op := entry.op, Streaming)
-        and not op.strided
+        for index, entry, op in step.each(Streaming)
+        if not op.strided
         and (op.role == "pooling" or (op.role == "normalization" and "batch_norm" in entry.name))
         and any(len(ref.shape) >= 4 for ref in entry.inputs)
     }
 
 
-def _conversions(ops: tuple[StepOp, ...]) -> list[int]:
+def _conversions(step: Step) -> list[int]:
     """Copies that only turn an image from one format to the other."""
-    convolved = {ref.id for e in ops if isinstance(e.op, Conv) for ref in (*e.inputs, *e.outputs)}
-    return [
-        index
-        for index, entry in enumerate(ops)
-        if isinstance(entry.op, Streaming)
-        and entry.op.role == "copy"
-        and entry.op.strided
-        and all(len(ref.shape) >= 4 for ref in (*entry.inputs, *entry.outputs))
-        and any(ref.id in convolved for ref in (*entry.inputs, *entry.outputs))
-        and len({ref.dtype for ref in (*entry.inputs, *entry.outputs)}) == 1
-    ]
+    convolved = {ref.id for _, entry, _ in step.each(Conv) for ref in (*entry.inputs, *entry.outputs)}
+    found = []
+    for index, entry, op in step.each(Streaming):
+        refs = (*entry.inputs, *entry.outputs)
+        is_of_image = all(len(ref.shape) >= 4 for ref in refs) and any(ref.id in convolved for ref in refs)
+        if op.role == "copy" and op.strided and is_of_image and len({ref.dtype for ref in refs}) == 1:
+            found.append(index)
+    return found
