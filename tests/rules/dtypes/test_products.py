@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from tilefit.capture import capture
-from tilefit.ops import OPTIMIZER, Step
+from tilefit.ops import BACKWARD_DATA, FORWARD, OPTIMIZER, Step
 from tilefit.rules import Change
 from tilefit.rules.dtypes.autocast import under_autocast
 from tilefit.rules.engine import changed
@@ -109,10 +110,23 @@ class Mixing(nn.Module):
         return self.norms[4](x)
 
 
+class GeluByHand(nn.Module):
+    """Half and full precision meet in its sums and products, as in GPT-2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        return self.down(0.5 * y * (1.0 + torch.tanh(0.8 * (y + 0.045 * torch.pow(y, 3.0)))))
+
+
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
         pytest.param(Mixing, (128, 3, 224, 224), id="norms on a half stream"),
+        pytest.param(GeluByHand, (8192, 256), id="a gelu by hand"),
         pytest.param(
             lambda: nn.Sequential(
                 nn.Conv2d(3, 32, 3, padding=1),
@@ -139,3 +153,23 @@ def test_the_types_of_a_step_under_autocast_are_those_of_a_capture(
         return sum(entry.op.moved_bytes for entry in step.ops if entry.phase != OPTIMIZER)
 
     assert moved(predicted) == pytest.approx(moved(mixed), rel=0.03)
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_half_and_full_precision_meet_in_the_same_operations_as_in_a_capture(half: str) -> None:
+    """What an operation takes depends on its type and on its bytes."""
+    rows, width = 8192, 1024
+    x = torch.empty(rows, 256, device="meta")
+    step, mixed = capture(GeluByHand(), x), capture(GeluByHand(), x, amp=half)
+
+    def met(step: Step, phase: str) -> Counter[tuple[str, str, int]]:
+        large = (e for e in step.ops if e.phase == phase and getattr(e.op, "elements", 0) == rows * width)
+        names = ("aten.mul", "aten.add", "aten.tanh", "aten.tanh_backward", "aten.pow")
+        return Counter((e.name, e.op.dtype, e.op.moved_bytes) for e in large if e.name in names)
+
+    predicted = changed(step, Change(under_autocast(step, half)))
+    assert met(predicted, FORWARD) == met(mixed, FORWARD)
+    guessed, seen = (
+        sum(size for *_, size in met(each, BACKWARD_DATA).elements()) for each in (predicted, mixed)
+    )
+    assert guessed == pytest.approx(seen, rel=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from math import prod
@@ -58,8 +59,9 @@ class _Autocast:
         self.half = half
         self.dtypes: dict[int, str] = {}
         self.copies: dict[tuple[int, str], TensorRef] = {}  # casts, by what is cast and into what
-        #: Types of what forward operations turned into another, by their site and name, and its elements.
-        self.turned: dict[tuple[Site, str, int], str] = {}
+        #: What forward operations turned into another type, by their site and name, and its elements: its own
+        #: type, and the activations beside it, one of which its gradient is computed from.
+        self.turned: dict[tuple[Site, str, int], list[tuple[str, set[int]]]] = defaultdict(list)
         self.next_id = 1 + max((ref.id for e in step.ops for ref in (*e.inputs, *e.outputs)), default=0)
 
     def run(self) -> Edits:
@@ -81,25 +83,32 @@ class _Autocast:
         elif listed.startswith("fp32"):
             out = "fp32"
             inputs = now if reads_half else [self._cast(entry, ref, out, before) for ref in now]
+        elif entry.phase != FORWARD and is_add(entry) and self.half in {ref.dtype for ref in now}:
+            out = self.half  # gradients of a tensor, of its type
+            inputs = [self._copied(entry, ref, out, before) if ref.dtype == "fp32" else ref for ref in now]
         else:
             inputs, out = now, self._promoted(entry, now)
         if listed and entry.phase != FORWARD:  # autograd's own run without autocast, on what was saved
             out = self._promoted(entry, inputs)
-        if entry.phase == FORWARD:
-            others = (ref for ref in now if ref.dtype in ("fp32", self.half) and ref.dtype != out)
-            self.turned |= {
-                (entry.site, _name(entry), elements(ref)): ref.dtype for ref in others if not ref.parameter
-            }
+        activations = [ref for ref in now if not ref.parameter] if entry.phase == FORWARD else []
+        for ref in activations:
+            if ref.dtype in ("fp32", self.half) and ref.dtype != out:
+                beside = {other.id for other in activations} - {ref.id}
+                self.turned[entry.site, _name(entry), elements(ref)].append((ref.dtype, beside))
         after: list[StepOp] = []
         outputs = [self._made(entry, ref, out, after) for ref in entry.outputs]
+        changed = replace(entry, inputs=tuple(inputs), outputs=tuple(outputs))
         if isinstance(op, Streaming):
             op = replace(
                 op,
                 read_bytes=_scaled(op.read_bytes, entry.inputs, inputs),
                 write_bytes=_scaled(op.write_bytes, entry.outputs, outputs),
+                # As where a step is captured: its kernels' time was learnt by the type of what is largest.
+                dtype=max((*inputs, *outputs), key=elements).dtype,
             )
-        op = replace(op, dtype=out)  # type: ignore[type-var]
-        changed = replace(entry, op=op, inputs=tuple(inputs), outputs=tuple(outputs))
+        else:
+            op = replace(op, dtype=out)  # type: ignore[type-var]
+        changed = replace(changed, op=op)
         return (*before, changed, *after)
 
     def _cast(self, entry: StepOp, ref: TensorRef, dtype: str, before: list[StepOp]) -> TensorRef:
@@ -127,7 +136,9 @@ class _Autocast:
         if entry.phase == BACKWARD_WEIGHT:
             own = "fp32"
         elif entry.phase != FORWARD and not is_add(entry):
-            own = self.turned.get((entry.site, _name(entry), elements(ref)), dtype)
+            reads = {other.id for other in entry.inputs}
+            turned = self.turned.get((entry.site, _name(entry), elements(ref)), ())
+            own = next((kind for kind, beside in turned if not beside or beside & reads), dtype)
         made = replace(ref, dtype=dtype)
         self.dtypes[ref.id] = own
         if own == dtype:
