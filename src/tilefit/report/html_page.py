@@ -23,7 +23,7 @@ from tilefit.report import html_figures, html_measured, html_modules, html_opera
 from tilefit.report.answer import answer, bulk, price_of, work
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Table, Watched
-from tilefit.rules.finding import ERROR
+from tilefit.rules.finding import ERROR, THROUGHPUT
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -223,6 +223,7 @@ def _environment() -> Environment:
         rows_shown=ROWS_SHOWN,
         phases=_PHASE_NAMES,
         error=ERROR,
+        throughput=THROUGHPUT,
     )
     environment.filters.update(
         seconds=units.seconds,

@@ -100,9 +100,7 @@ class _Screen:
             room -= len(console.render_lines(block, options))
             if not self.show_all and shown >= FEWEST_FINDINGS and room < 0:
                 rest = report.findings[shown:]
-                most = units.seconds(max(f.gain_s for f in rest))
-                worth = f"at most {most} each" if len(rest) > 1 else most
-                yield Text(f"{len(rest)} more, saving {worth}: add --all", style="dim")
+                yield Text(f"{len(rest)} more{text.at_most(rest)}: add --all", style="dim")
                 yield Text()
                 return
             yield block
@@ -187,8 +185,7 @@ def _finding(finding: Finding, width: int, show_all: bool) -> RenderableType:
     lines = finding.arithmetic if show_all else finding.arithmetic[:1]
     body = _body(finding, lines, f" ({finding.safety})", source if show_all else "")
     if show_all and finding.gain_s:
-        between = units.interval(finding.gain_low_s, finding.gain_high_s)
-        body.add_row(Text("±", style="dim"), Text(f"80 % interval {between}", style="dim"))
+        body.add_row(Text("±", style="dim"), Text(f"80 % interval {text.likely(finding)}", style="dim"))
     if show_all and finding.next_command:
         body.add_row(Text("$", style="dim"), Text(text.plain(finding.next_command), style="cyan"))
     return Group(head, Padding(body, (0, 0, 0, _INDENT - 2)), Text())

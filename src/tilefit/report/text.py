@@ -10,7 +10,7 @@ from tilefit import units
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, PRODUCTS
 from tilefit.report.report import Document, MeasuredStep, OpRow, Report
 from tilefit.report.watched import CANNOT, CHECKED, Watched
-from tilefit.rules.finding import ERROR, Alarm, Finding
+from tilefit.rules.finding import ERROR, THROUGHPUT, Alarm, Finding
 from tilefit.rules.sites import pattern
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
@@ -28,8 +28,10 @@ PROVENANCE = {
 
 def times(provenance: str, profile: str) -> str:
     """What the times rest on, and where the measurements are from."""
-    is_fitted = profile and provenance in ("estimated", "transferred")
-    return PROVENANCE.get(provenance, "from nothing that is told") + (f" ({profile})" if is_fitted else "")
+    # The measurements that are named are another GPU's, or this one's.
+    is_named = provenance == ("transferred" if profile.startswith("the ") else "estimated")
+    told = PROVENANCE.get(provenance, "from nothing that is told")
+    return f"{told} ({profile})" if profile and is_named else told
 
 
 def because(family: str, reason: str) -> str:
@@ -128,7 +130,32 @@ def gain(finding: Finding) -> str:
         return "cannot run"
     if not finding.gain_s:
         return "not priced"
+    if finding.safety == THROUGHPUT:
+        return f"{units.number(_times_the_work(finding, finding.gain_s))} times the throughput"
     return f"saves {units.seconds(finding.gain_s)} ({units.share(finding.gain_fraction)})"
+
+
+def likely(finding: Finding) -> str:
+    """The 80 % interval of what :func:`gain` says; empty where nothing has a price."""
+    ends = finding.gain_low_s, finding.gain_high_s
+    if finding.safety == THROUGHPUT:
+        low, high = (units.number(_times_the_work(finding, end_s)) for end_s in ends)
+        return f"{low} to {high} times"
+    return units.interval(*ends) if finding.gain_s else ""
+
+
+def _times_the_work(finding: Finding, saved_s: float) -> float:
+    """Work per second over that of the step, where the step's own work would take so much less."""
+    step_s = finding.gain_s / finding.gain_fraction
+    return step_s / max(step_s - saved_s, 1e-9 * step_s)
+
+
+def at_most(findings: Iterable[Finding]) -> str:
+    """``, saving at most 7.97 ms each``: of findings that are not shown; a larger batch saves nothing."""
+    saved = [each.gain_s for each in findings if each.safety != THROUGHPUT]
+    if len(saved) > 1:
+        return f", saving at most {units.seconds(max(saved))} each"
+    return f", saving {units.seconds(saved[0])}" if saved else ""
 
 
 def price(item: Finding | Alarm) -> str:
@@ -257,7 +284,7 @@ def gain_cell(finding: Finding | None) -> str:
     """A finding's gain in a table, a dash where the GPU does not have it."""
     if finding is None:
         return "–"
-    if finding.severity == ERROR or not finding.gain_s:
+    if finding.severity == ERROR or not finding.gain_s or finding.safety == THROUGHPUT:
         return gain(finding)
     return units.share(finding.gain_fraction)
 
