@@ -53,11 +53,15 @@ class ConvChannels(Rule):
 
     def check(self, context: Context) -> Proposals:
         for (sizes, dtype), indices in misaligned(context.step).items():
-            yield self._proposal(context, sizes, dtype, indices)
+            yield from self._proposals(context, sizes, dtype, indices)
 
-    def _proposal(self, context: Context, sizes: tuple[int, ...], dtype: str, indices: list[int]) -> Proposal:
+    def _proposals(
+        self, context: Context, sizes: tuple[int, ...], dtype: str, indices: list[int]
+    ) -> Proposals:
         step = context.step
         padding, convolutions = padded(context, sizes, dtype, indices)
+        if context.replaced_s(convolutions) >= context.time_s(indices):
+            return  # what else gains by other sizes is no matter of alignment
         how, safety = with_zeros(step, padding)
         place = context.place(indices)
         lines = []
@@ -70,7 +74,7 @@ class ConvChannels(Rule):
         behind = [each for each in behind_convolutions(step) if each[2] in padding]
         features = {size: size // channels * padding[channels] for _, size, channels in behind}
         changes += "".join(f", in_features of {old} -> {new}" for old, new in features.items())
-        return Proposal(
+        yield Proposal(
             place=place,
             message=f"{odd} channels are {misfit(dtype)} in {place.sites} convolutions",
             fix=f"Use {changes} ({how}).",

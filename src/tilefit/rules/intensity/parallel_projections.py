@@ -21,7 +21,7 @@ from tilefit.rules.flow import (
 from tilefit.rules.layers import gemm
 from tilefit.rules.merging import one_product, one_stream
 from tilefit.rules.sites import pattern
-from tilefit.units import counted
+from tilefit.units import counted, seconds
 
 
 class ParallelProjections(Rule):
@@ -79,9 +79,9 @@ class ParallelProjections(Rule):
             sizes = tuple(gemm(step, call.forward) for call in group)
             by_form[(names, sizes)].append(group)
         for alike in by_form.values():
-            yield self._proposal(flow, alike)
+            yield self._proposal(context, flow, alike)
 
-    def _proposal(self, flow: Flow, groups: list[list[LinearCall]]) -> Proposal:
+    def _proposal(self, context: Context, flow: Flow, groups: list[list[LinearCall]]) -> Proposal:
         step = flow.step
         replaced: Edits = {}
         for group in groups:
@@ -99,9 +99,13 @@ class ParallelProjections(Rule):
         if any(call.backward_data is not None for call in first):
             gone = counted(len(outputs) - 1, "addition")
             lines.append(
-                f"data gradients -> one {m}x{k}x{sum(outputs)}: {gone} of {m}x{k} go; "
+                f"data gradients -> one {m}x{k}x{sum(outputs)}: {gone} of {m}x{k} fall away; "
                 f"a concatenation of {m}x{sum(outputs)} is new and counted"
             )
+        before_s, after_s = context.time_s(replaced), context.replaced_s(replaced)
+        lines.append(
+            f"all that is merged, {counted(len(groups), 'time')}: {seconds(before_s)} -> {seconds(after_s)}"
+        )
         return Proposal(
             place=Place(pattern(parents), first[0].layer.source, len(parents)),
             message=f"{', '.join(names)} multiply the same input in {len(names)} separate products",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilefit.gpus import Gpu
-from tilefit.ops import Conv, Step, Streaming
+from tilefit.ops import Conv, Step, StepOp, Streaming
+from tilefit.ops.streaming import CONTIGUOUS
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.flow import activation, copy_op
 from tilefit.units import seconds
 
 
@@ -30,8 +32,8 @@ class ChannelsLast(Rule):
         model = model.to(memory_format=torch.channels_last)
         images = images.to(memory_format=torch.channels_last)
 
-    Convolution, normalisation and pooling keep the format; ``view`` and ``reshape`` that flatten an image
-    may copy.
+    Convolution, batch normalization and pooling keep the format; group normalization copies images back,
+    which is part of the price; ``view`` and ``reshape`` that flatten an image may copy.
 
     Sources: NVIDIA, "Convolutional Layers User's Guide", tensor layouts; the times are measurements on an
     H200 with cuDNN 9.19.
@@ -58,13 +60,15 @@ class ChannelsLast(Rule):
         conversions = _conversions(step)
         followers = _followers(step)
         follows_s = context.time_s(followers)
+        packed = _packed(step)
+        copies_s = context.replaced_s(packed) - context.time_s(packed)
         many = f"{place.sites} convolutions run" if place.sites > 1 else "1 convolution runs"
         yield Proposal(
             place=place,
             message=f"{many} in NCHW; the Tensor Cores' kernels read NHWC",
             fix=f"Call .to(memory_format={memory_format}) on the model and on its images.",
             safety=SAFE,
-            change=Change({**dict.fromkeys(conversions, ()), **followers, **turned}),
+            change=Change({**dict.fromkeys(conversions, ()), **followers, **packed, **turned}),
             arithmetic=(
                 f"convolutions, all passes: {seconds(before_s)} -> "
                 f"{seconds(context.replaced_s(turned))}"
@@ -73,6 +77,11 @@ class ChannelsLast(Rule):
                     f"{seconds(context.replaced_s(followers))}"
                     if followers
                     else ""
+                ),
+                *(
+                    [f"group normalization copies its images back to NCHW: {seconds(copies_s)}"]
+                    if packed
+                    else []
                 ),
                 *([f"{len(conversions):,} copies between the two formats fall away"] if conversions else []),
             ),
@@ -100,6 +109,17 @@ def _followers(step: Step) -> Edits:
         and (op.role == "pooling" or (op.role == "normalization" and "batch_norm" in entry.name))
         and any(len(ref.shape) >= 4 for ref in entry.inputs)
     }
+
+
+def _packed(step: Step) -> Edits:
+    """Group normalization, which has a kernel for NCHW alone: it copies an image in NHWC first."""
+    found: Edits = {}
+    for index, entry, op in step.each(Streaming):
+        image = activation(entry)
+        if op.function.startswith("native_group_norm") and image is not None and len(image.shape) >= 4:
+            copy = replace(copy_op(image, image), strided=True, inner=1, function=CONTIGUOUS)
+            found[index] = (StepOp(copy, entry.phase, entry.site, "aten.clone", (image,)), entry)
+    return found
 
 
 def _conversions(step: Step) -> list[int]:
