@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from math import prod
 from typing import Any
@@ -35,22 +35,37 @@ def under_autocast(step: Step, half: str) -> Edits:
 
 def in_fp16(step: Step) -> Edits:
     """What autocast to fp16 changes of a step under bf16 autocast: element types, and the scaler added."""
-    changed = (_in_fp16(entry) for entry in step.ops)
-    pairs = enumerate(zip(step.ops, changed, strict=True))
-    replaced: Edits = {index: (new,) for index, (old, new) in pairs if new != old}
+    replaced = in_types(step, {"bf16": "fp16"})
     if step.settings.training:
         _add_scaler(step, replaced)
     return replaced
 
 
-def _in_fp16(entry: StepOp) -> StepOp:
-    inputs, outputs = (tuple(map(_narrow, refs)) for refs in (entry.inputs, entry.outputs))
-    return replace(entry, op=_narrow(entry.op), inputs=inputs, outputs=outputs)
+def in_types(step: Step, types: Mapping[str, str]) -> Edits:
+    """The operations that are others where every tensor of a type is of another: those, and their bytes."""
+    changed = (_in_types(entry, types) for entry in step.ops)
+    pairs = enumerate(zip(step.ops, changed, strict=True))
+    return {index: (new,) for index, (old, new) in pairs if new != old}
 
 
-def _narrow(what: Any) -> Any:
-    """An operation or tensor with fp16 in the place of bf16."""
-    return replace(what, **{each.name: "fp16" for each in fields(what) if getattr(what, each.name) == "bf16"})
+def _in_types(entry: StepOp, types: Mapping[str, str]) -> StepOp:
+    def exchanged(what: Any) -> Any:
+        values = ((each.name, getattr(what, each.name)) for each in fields(what))
+        return replace(what, **{name: types[value] for name, value in values if value in types})
+
+    inputs, outputs = (tuple(map(exchanged, refs)) for refs in (entry.inputs, entry.outputs))
+    op = exchanged(entry.op)
+    if isinstance(op, Streaming):
+        op = _moving(op, entry, inputs, outputs)
+    return replace(entry, op=op, inputs=inputs, outputs=outputs)
+
+
+def _moving(
+    op: Streaming, entry: StepOp, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef]
+) -> Streaming:
+    """An operation with the bytes of other operands and results than an entry's."""
+    read_bytes = _scaled(op.read_bytes, entry.inputs, inputs)
+    return replace(op, read_bytes=read_bytes, write_bytes=_scaled(op.write_bytes, entry.outputs, outputs))
 
 
 class _Autocast:
@@ -97,18 +112,12 @@ class _Autocast:
                 self.turned[entry.site, _name(entry), elements(ref)].append((ref.dtype, beside))
         after: list[StepOp] = []
         outputs = [self._made(entry, ref, out, after) for ref in entry.outputs]
-        changed = replace(entry, inputs=tuple(inputs), outputs=tuple(outputs))
         if isinstance(op, Streaming):
-            op = replace(
-                op,
-                read_bytes=_scaled(op.read_bytes, entry.inputs, inputs),
-                write_bytes=_scaled(op.write_bytes, entry.outputs, outputs),
-                # As where a step is captured: its kernels' time was learnt by the type of what is largest.
-                dtype=max((*inputs, *outputs), key=elements).dtype,
-            )
-        else:
-            op = replace(op, dtype=out)  # type: ignore[type-var]
-        changed = replace(changed, op=op)
+            op = _moving(op, entry, inputs, outputs)
+            # As where a step is captured: its kernels' time was learnt by the type of what is largest.
+            out = max((*inputs, *outputs), key=elements).dtype
+        op = replace(op, dtype=out)  # type: ignore[type-var]
+        changed = replace(entry, op=op, inputs=tuple(inputs), outputs=tuple(outputs))
         return (*before, changed, *after)
 
     def _cast(self, entry: StepOp, ref: TensorRef, dtype: str, before: list[StepOp]) -> TensorRef:
