@@ -175,19 +175,14 @@ def resolve(
     return tuple(dict.fromkeys(_together(several, named)))
 
 
-#: The first version of each library for GPUs from a compute capability on (NVIDIA: the release notes of the
-#: CUDA toolkits 9.0, 10.0, 11.0, 11.8 and 12.8, of whose libraries cuBLAS is one; cuDNN's support
-#: matrices).
-_FIRST: dict[str, dict[tuple[int, int], tuple[int, ...]]] = {
-    "cublas": {
-        (7, 0): (9,),
-        (7, 5): (10,),
-        (8, 0): (11,),
-        (8, 6): (11, 2),
-        (8, 9): (11, 11),
-        (10, 0): (12, 8),
-    },
-    "cudnn": {(7, 0): (7,), (7, 5): (7, 3), (8, 0): (8,), (8, 9): (8, 6), (10, 0): (9, 7)},
+#: The first version of each library that runs on a major compute capability, and on later ones. Code for one
+#: runs on its later minor ones, too (NVIDIA, "CUDA C++ Programming Guide", binary compatibility): that of an
+#: A100 on an RTX 4090. cuBLAS: of the first CUDA toolkits that compile for sm_70, sm_80, sm_90 and sm_100:
+#: 9.0, 11.0, 11.8 and 12.8 (their release notes; LLVM's and CMake's lists of targets). cuDNN: its support
+#: matrices (8.5 has no Hopper).
+_FIRST: dict[str, dict[int, tuple[int, ...]]] = {
+    "cublas": {7: (9,), 8: (11,), 9: (11, 11), 10: (12, 8)},
+    "cudnn": {7: (7,), 8: (8,), 9: (8, 6), 10: (9, 7)},
 }
 #: What versions from one on to before another lack: misaligned sizes run without Tensor Cores (NVIDIA,
 #: "Matrix Multiplication Background User's Guide", Tensor Core requirements), groups in NHWC one by one
@@ -212,7 +207,8 @@ def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
             raise UsageError(
                 f"{each!r} is no version of {' or '.join(_FIRST)}", hint="Write cublas=10.2,cudnn=7.6."
             )
-        first = max((at for since, at in _FIRST[name].items() if since <= gpu.compute_capability), default=())
+        major = gpu.compute_capability[0]
+        first = max((at for since, at in _FIRST[name].items() if since <= major), default=())
         if number < first:
             raise UsageError(
                 f"{name} {text} does not run on the {gpu.title}",
