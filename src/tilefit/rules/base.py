@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from inspect import cleandoc
 from typing import ClassVar, Protocol
 
 from tilefit.cost import StepEstimate, estimate
@@ -113,6 +114,23 @@ class Context:
         return " -> ".join(name + seconds(each.time_s) for name, each in zip(names, both, strict=True))
 
 
+#: A program that trains ``net`` on the same matrix again and again.
+_TRAINING = """
+import torch
+from torch import distributed, nn
+from torch.nn import functional as F
+
+{model}
+optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+x = torch.randn({rows}, {width}, device="cuda")
+for step in range(100):
+    optimizer.zero_grad()
+    loss = F.mse_loss(net(x), x)
+    loss.backward()
+    optimizer.step()
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A small program, as text: a rule imports no torch, and its page shows what was run.
@@ -129,6 +147,11 @@ class Case:
     options: str = ""
     code: str = ""
     program: str = ""
+
+    @classmethod
+    def training(cls, model: str, rows: int, width: int, options: str = "") -> Case:
+        """A program that trains ``net``, which the statements ``model`` make, on a matrix of such a size."""
+        return cls(program=_TRAINING.format(model=cleandoc(model), rows=rows, width=width), options=options)
 
     def but(self, old: str, new: str) -> Case:
         """The same program with a piece of its text replaced wherever it stands."""

@@ -29,8 +29,8 @@ def with_events(step: Step, events: Iterable[HostEvent]) -> Change:
 
 
 def named(events: Iterable[HostEvent]) -> list[str]:
-    """Each line with what it calls, how often: ``train.py:41 item``, ``train.py:52 to (3 times)``; where no line
-    of the program is known, ``copy in layers.0`` or ``copy in a library``."""
+    """Each line with what it calls, how often: ``train.py:41 item``, ``train.py:52 to (3 times)``; where no
+    line of the program is known, ``copy in layers.0`` or ``copy in a library``."""
     times = Counter(
         f"{event.site.source.rpartition('/')[2]} {event.name}".rstrip()
         if event.site.source
