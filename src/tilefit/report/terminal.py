@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilefit import units
+from tilefit.console import table
 from tilefit.formats import renders
 from tilefit.report import program, text
 from tilefit.report.answer import answer
@@ -24,12 +25,11 @@ FEWEST_FINDINGS = 3
 #: Rows of the table of operations unless all are asked for.
 OP_ROWS = 25
 
-#: Columns of the table of operations that are numbers.
-_NUMBERS = ("time", "share", "count", "predicted", "roof")
 _INDENT = 8
 _BAR_WIDTH = 12
-#: Narrower than this, the table of operations does without the bound.
+#: Narrower than this, the table of operations does without these.
 _WIDE = 100
+_WHERE_WIDE = ("bound", ">predicted", ">roof")
 _SEVERITY_STYLE = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "bold cyan"}
 # A glyph each, so that the bar can be read without colour.
 _BOUND_BAR = {
@@ -183,7 +183,7 @@ def _finding(finding: Finding, width: int, show_all: bool) -> RenderableType:
     if source and not show_all:
         head.append(f"  {source}", style="dim")
     lines = finding.arithmetic if show_all else finding.arithmetic[:1]
-    body = _body(finding, lines, f" ({finding.safety})", source if show_all else "")
+    body = _body(finding, lines, source if show_all else "")
     if show_all and finding.gain_s:
         body.add_row(Text("±", style="dim"), Text(f"80 % interval {text.likely(finding)}", style="dim"))
     if show_all and finding.next_command:
@@ -191,7 +191,7 @@ def _finding(finding: Finding, width: int, show_all: bool) -> RenderableType:
     return Group(head, Padding(body, (0, 0, 0, _INDENT - 2)), Text())
 
 
-def _body(item: Finding | Alarm, lines: Sequence[str], safety: str = "", source: str = "") -> Table:
+def _body(item: Finding | Alarm, lines: Sequence[str], source: str = "") -> Table:
     """What is wrong, why, and what to do."""
     # A mark before each kind of line, so that plain text is as clear as colour.
     body = _labelled(gap=1, style="")
@@ -200,7 +200,7 @@ def _body(item: Finding | Alarm, lines: Sequence[str], safety: str = "", source:
     body.add_row("", Text(text.plain(item.message)))
     for line in lines:
         body.add_row(Text("·", style="dim"), Text(text.plain(line), style="dim"))
-    body.add_row(Text("→", style="green"), Text.assemble(text.plain(item.fix), (safety, "dim")))
+    body.add_row(Text("→", style="green"), Text.assemble(text.plain(item.fix), (text.level(item), "dim")))
     return body
 
 
@@ -213,14 +213,10 @@ def _watched(document: Watched, width: int, show_all: bool) -> Iterator[Renderab
     if not document.findings:
         yield Text(text.NOTHING_WRONG, style="bold green")
         yield Text()
-    for table in document.tables if show_all else ():
-        yield Text(text.plain(table.title), style="dim")
-        grid = _plain_table(gap=2)
-        for head in table.header:
-            grid.add_column(Text(text.plain(head)))
-        for row in table.rows:
-            grid.add_row(*(Text(text.plain(cell)) for cell in row))
-        yield grid
+    for figures in document.tables if show_all else ():
+        yield Text(text.plain(figures.title), style="dim")
+        rows = ([Text(text.plain(cell)) for cell in row] for row in figures.rows)
+        yield table(*map(text.plain, figures.header), rows=rows)
         yield Text()
     foot = _labelled()
     for what in document.unchecked:
@@ -272,38 +268,23 @@ def _shares(parts: Sequence[tuple[str, float]], total_s: float) -> str:
 
 
 def _ops_table(report: Report, width: int, show_all: bool) -> RenderableType:
-    groups = text.grouped(report.ops)
-    shown = groups if show_all else groups[:OP_ROWS]
-    total_s = sum(group.time_s for group in groups) or 1.0
-    wide = width >= _WIDE
-    measured = list(text.MEASURED_CELLS if wide else text.MEASURED_CELLS[:1]) if report.measured else []
-    bound = ["bound"] if wide else []
-    header = ["time", "share", "count", "operation", "phase", *bound, *measured, "module"]
-    rows = [
-        [
-            units.seconds(group.time_s),
-            units.share(group.time_s / total_s),
-            str(group.count),
-            _shortened(text.op_label(group.op), width // 2 - 4),
-            text.PHASES[group.op.phase],
-            *([group.op.bound] if wide else []),
-            *text.measured_cells(group)[: len(measured)],
-            text.plain(group.module),
-        ]
-        for group in shown
-    ]
-    table = _plain_table(gap=2)
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    every = text.op_rows(report)
+    header = [name for name in (every or [{}])[0] if width >= _WIDE or name not in _WHERE_WIDE]
+    rows = [[row[name] for name in header] for row in (every if show_all else every[:OP_ROWS])]
+    for row in rows:
+        row[header.index("operation")] = _shortened(row[header.index("operation")], width // 2 - 4)
+    names = [name.removeprefix(">") for name in header]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     room = max(8, width - sum(widths[:-1]) - 2 * len(widths[:-1]))
-    for name in header:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
-    for *cells, module in rows:
-        table.add_row(*map(Text, cells), Text(_shortened(module, room)))
-    if len(shown) == len(groups):
-        return table
-    rest_s = sum(group.time_s for group in groups[len(shown) :])
-    more = f"{len(groups) - len(shown)} more rows, {units.share(rest_s / total_s)} of the time: add --all"
-    return Group(table, Text(more, style="dim"))
+    cells = ([*map(Text, row), Text(_shortened(module, room))] for *row, module in rows)
+    shown = table(*header, rows=cells)
+    if len(rows) == len(every):
+        return shown
+    rest = text.grouped(report.ops)[len(rows) :]
+    rest_s = sum(group.time_s for group in rest) / (sum(op.time_s for op in report.ops) or 1.0)
+    return Group(
+        shown, Text(f"{len(rest)} more rows, {units.share(rest_s)} of the time: add --all", style="dim")
+    )
 
 
 def _comparison(reports: Sequence[Report], width: int) -> RenderableType:

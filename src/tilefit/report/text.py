@@ -163,6 +163,17 @@ def price(item: Finding | Alarm) -> str:
     return gain(item) if isinstance(item, Finding) else seen(item)
 
 
+def places(item: Finding | Alarm) -> list[str]:
+    """Where it is, the more telling first: a finding's module, an alarm's line."""
+    found = [site(item), item.source] if isinstance(item, Finding) else [item.source, item.module]
+    return [*filter(None, map(plain, found))]
+
+
+def level(item: Finding | Alarm) -> str:
+    """`` (safe)`` of a finding: what its fix may change."""
+    return f" ({item.safety})" if isinstance(item, Finding) else ""
+
+
 def checks(document: Watched, show_all: bool) -> Iterator[tuple[str, str]]:
     """What became of the rules in a run that was watched: all, or those that could not look.
 
@@ -327,11 +338,29 @@ def grouped(ops: Iterable[OpRow]) -> list[OpGroup]:
     return sorted(rows, key=lambda row: -row.time_s)
 
 
-#: Headings of :func:`measured_cells`.
-MEASURED_CELLS = ("cores", "predicted", "roof")
+def op_rows(report: Report) -> list[dict[str, str]]:
+    """The table of operations by time: cells by heading, one that starts with ``>`` over numbers."""
+    groups = grouped(report.ops)
+    total_s = sum(group.time_s for group in groups) or 1.0
+    rows = []
+    for group in groups:
+        measured = zip(("cores", ">predicted", ">roof"), _measured_cells(group), strict=True)
+        rows.append(
+            {
+                ">time": units.seconds(group.time_s),
+                ">share": units.share(group.time_s / total_s),
+                ">count": str(group.count),
+                "operation": op_label(group.op),
+                "phase": PHASES[group.op.phase],
+                "bound": group.op.bound,
+                **(dict(measured) if report.measured else {}),
+                "module": plain(group.module),
+            }
+        )
+    return rows
 
 
-def measured_cells(group: OpGroup) -> tuple[str, str, str]:
+def _measured_cells(group: OpGroup) -> tuple[str, str, str]:
     """Of a group that was measured: Tensor Cores or not, predicted time, and the share of the GPU's roof."""
     ran = [op.measured for op in group.ops if op.measured is not None]
     if not ran:

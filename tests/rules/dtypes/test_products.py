@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from builders import StepBuilder
 from tilefit.capture import capture
-from tilefit.ops import BACKWARD_DATA, FORWARD, OPTIMIZER, Step
+from tilefit.ops import BACKWARD_DATA, FORWARD, OPTIMIZER, Step, Streaming
 from tilefit.rules import Change
 from tilefit.rules.dtypes.autocast import under_autocast
 from tilefit.rules.engine import changed
@@ -174,3 +175,12 @@ def test_half_and_full_precision_meet_in_the_same_operations_as_in_a_capture(hal
         sum(size for *_, size in met(each, BACKWARD_DATA).elements()) for each in (predicted, mixed)
     )
     assert guessed == pytest.approx(seen, rel=0.05)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_operations_of_which_no_tensor_is_known_stay(training: bool) -> None:
+    """As of a profiled run, whose trace does not tell them."""
+    b = StepBuilder(batch=64, dtype="fp32", training=training)
+    b.linear("layer", 4096, 4096, 4096)
+    b.add(Streaming("pointwise", 1 << 20, 1 << 22, 1 << 22), "act", name="aten.gelu")
+    assert findings(b.step(), "PRC002", min_gain=0)

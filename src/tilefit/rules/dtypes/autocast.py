@@ -115,7 +115,8 @@ class _Autocast:
         if isinstance(op, Streaming):
             op = _moving(op, entry, inputs, outputs)
             # As where a step is captured: its kernels' time was learnt by the type of what is largest.
-            out = max((*inputs, *outputs), key=elements).dtype
+            largest = max((*inputs, *outputs), key=elements, default=None)
+            out = largest.dtype if largest else out
         op = replace(op, dtype=out)  # type: ignore[type-var]
         changed = replace(entry, op=op, inputs=tuple(inputs), outputs=tuple(outputs))
         return (*before, changed, *after)
