@@ -115,7 +115,10 @@ def _advice(names: str, half: str, *, reduces: bool) -> str:
         known = "F.rms_norm, F.layer_norm, F.softmax(dtype=torch.float32)"
     else:
         known = 'F.gelu(approximate="tanh"), F.silu'
-    return f"Use a kernel that computes in fp32 inside: {known}, or torch.compile."
+    return (
+        f"Use a kernel that computes in fp32 inside: {known}, or torch.compile; tilefit fix does it where it "
+        "knows what is computed."
+    )
 
 
 def _reduces(entry: StepOp) -> bool:
