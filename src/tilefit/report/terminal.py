@@ -295,35 +295,31 @@ def _comparison(reports: Sequence[Report], width: int) -> RenderableType:
         Text(),
     ]
     found = across(reports)
-    # As many GPUs beside each other as fit, the rest below.
-    labels = [label for label, _ in text.COMPARED]
-    cells = [[cell(report) for _, cell in text.COMPARED] for report in reports]
-    columns = [
-        [report.gpu, *column, *(text.gain_cell(row.per_gpu[index]) for row in found)]
-        for index, (report, column) in enumerate(zip(reports, cells, strict=True))
-    ]
-    side = [f"{row.code}  {text.plain(row.module)}".rstrip() for row in found]
-    saves = "what a change saves"
+    # What each row is called, how much of that is in a style, and its cells.
+    rows = [(label, "dim", len(label), [cell(report) for report in reports]) for label, cell in text.COMPARED]
+    if found:
+        rows += [("", "", 0, []), ("what a change saves", "bold", 99, [])]
+    for row in found:
+        label = f"{row.code}  {text.plain(row.module)}".rstrip()
+        cells = [*map(text.gain_cell, row.per_gpu)]
+        rows.append((label, _SEVERITY_STYLE[row.best.severity], len(row.code), cells))
+    names = [text.plain(report.gpu) for report in reports]
     gap = 3
-    widest = max(len(cell) for column in columns for cell in column) + gap
-    side_width = min(max(map(len, [*labels, *side, saves])), width - 2 * widest)
+    widest = max(len(cell) for cells in (names, *(row[-1] for row in rows)) for cell in cells) + gap
+    side_width = min(max(len(label) for label, *_ in rows), width - 2 * widest)
+    # As many GPUs beside each other as fit, the rest below.
     per_table = max(1, (width - side_width) // widest)
     for start in range(0, len(reports), per_table):
-        table = _plain_table(gap)
-        table.add_column("", width=side_width, no_wrap=True)
-        here = columns[start : start + per_table]
-        for column in here:
-            table.add_column(Text(text.plain(column[0]), style="bold"), justify="right", no_wrap=True)
-        for index, label in enumerate(labels, 1):
-            table.add_row(Text(label, style="dim"), *(column[index] for column in here))
-        if found:
-            table.add_row()
-            table.add_row(Text(saves, style="bold"))
-        for index, (row, label) in enumerate(zip(found, side, strict=True), 1 + len(labels)):
-            name = Text(_shortened(label, side_width))
-            name.stylize(_SEVERITY_STYLE[row.best.severity], 0, len(row.code))
-            table.add_row(name, *(column[index] for column in here))
-        parts += [table, Text()]
+        here = slice(start, start + per_table)
+        side_by_side = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False)
+        side_by_side.add_column("", width=side_width, no_wrap=True)
+        for name in names[here]:
+            side_by_side.add_column(Text(name, style="bold"), justify="right", no_wrap=True)
+        for label, style, styled, cells in rows:
+            side = Text(_shortened(label, side_width))
+            side.stylize(style, 0, styled)
+            side_by_side.add_row(side, *cells[here])
+        parts += [side_by_side, Text()]
     if not found:
         return Group(*parts, Text(text.NOTHING, style="bold green"))
     hint = f"Name one GPU to see what to change, such as --gpu {text.plain(first.gpu)}"
@@ -336,10 +332,6 @@ def _labelled(gap: int = 2, style: str = "dim") -> Table:
     grid.add_column(style=style, no_wrap=True)
     grid.add_column()
     return grid
-
-
-def _plain_table(gap: int) -> Table:
-    return Table(box=None, padding=(0, gap, 0, 0), show_edge=False, header_style="dim", pad_edge=False)
 
 
 def _flowed(phrases: Sequence[str], width: int) -> str:

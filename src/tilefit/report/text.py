@@ -295,8 +295,10 @@ def gain_cell(finding: Finding | None) -> str:
     """A finding's gain in a table, a dash where the GPU does not have it."""
     if finding is None:
         return "–"
-    if finding.severity == ERROR or not finding.gain_s or finding.safety == THROUGHPUT:
+    if finding.severity == ERROR or not finding.gain_s:
         return gain(finding)
+    if finding.safety == THROUGHPUT:
+        return f"{units.number(_times_the_work(finding, finding.gain_s))} times"
     return units.share(finding.gain_fraction)
 
 
