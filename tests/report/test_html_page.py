@@ -252,14 +252,14 @@ of 93.1 GiB
 parameters: 477 MiB
 gradients: 477 MiB
 optimizer state: 954 MiB
-activations kept for the backward pass: 6.52 GiB
-temporary results at the fullest moment: 954 MiB
+activations: 6.52 GiB
+working space: 954 MiB
 free: 83.8 GiB
 parameters 477 MiB 0.5 %
 gradients 477 MiB 0.5 %
 optimizer state 954 MiB 1.0 %
-activations kept for the backward pass 6.52 GiB 7.0 %
-temporary results at the fullest moment 954 MiB 1.0 %
+activations 6.52 GiB 7.0 %
+working space 954 MiB 1.0 %
 free 83.8 GiB 90.0 %
 About these numbers
 times

@@ -84,7 +84,8 @@ NTC003  saves 1.20 ms (3.0 %)  transformer.h.*.mlp.act (12 modules)
 GPU time    gemm 92.5 %, optimizer 6.0 %, pointwise 1.2 %, other 0.2 %
 By phase    forward 56.5 %, backward-data 20.0 %, backward-weight 17.5 %, optimizer 6.0 %
 Arithmetic  4.72 TFLOP, 10.5 GB moved
-Memory      parameters 477 MiB, gradients 477 MiB, optimizer 954 MiB, saved activations 6.52 GiB
+Memory      parameters 477 MiB, gradients 477 MiB, optimizer state 954 MiB, activations 6.52 GiB,
+            working space 954 MiB
 Covers      99.9 % of the FLOP and 99.8 % of the GPU time of 18 operations; by bytes alone:
             mylib.scan (1, 4.00 MB)
 Times       from a model fitted to measurements of this GPU

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tilefit import units
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, PRODUCTS
-from tilefit.report.report import Document, MeasuredStep, OpRow, Report
+from tilefit.report.report import Document, MeasuredStep, MemoryUse, OpRow, Report
 from tilefit.report.watched import CANNOT, CHECKED, Watched
 from tilefit.rules.finding import ERROR, THROUGHPUT, Alarm, Finding
 from tilefit.rules.sites import pattern
@@ -213,14 +213,7 @@ def site(finding: Finding) -> str:
 def memory(report: Report) -> list[tuple[str, str]]:
     """What fills the memory at its fullest moment, what of that are activations, and what comes on top."""
     use = report.step.memory
-    held = use.owners or {
-        "parameters": use.parameter_bytes,
-        "gradients": use.gradient_bytes,
-        "optimizer": use.optimizer_bytes,
-        "buffers": use.buffer_bytes,
-        "saved activations": use.saved_bytes,
-    }
-    lines = [("Memory", _sizes(held))]
+    lines = [("Memory", _sizes(held(use)))]
     if use.modules:
         lines.append(
             ("Activations", _sizes({plain(name) or "the model": n for name, n in use.modules.items()}))
@@ -233,6 +226,18 @@ def memory(report: Report) -> list[tuple[str, str]]:
         }
         lines.append(("Beside them", f"{_sizes(beside)}: {units.capacity(use.taken_bytes)} in all"))
     return lines
+
+
+def held(use: MemoryUse) -> Mapping[str, int]:
+    """The peak by what the bytes hold; of a report that does not tell, by what the step keeps."""
+    kept = {
+        "parameters": use.parameter_bytes,
+        "gradients": use.gradient_bytes,
+        "optimizer state": use.optimizer_bytes,
+        "buffers": use.buffer_bytes,
+        "activations": use.saved_bytes,
+    }
+    return use.owners or kept | {"working space": max(0, use.peak_bytes - sum(kept.values()))}
 
 
 def _sizes(of: Mapping[str, int]) -> str:
