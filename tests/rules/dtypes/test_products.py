@@ -13,7 +13,7 @@ from builders import StepBuilder
 from tilefit.capture import capture
 from tilefit.ops import BACKWARD_DATA, FORWARD, OPTIMIZER, Step, Streaming
 from tilefit.rules import Change
-from tilefit.rules.dtypes.autocast import under_autocast
+from tilefit.rules.dtypes.autocast import in_types, under_autocast
 from tilefit.rules.engine import changed
 from toys import LanguageModel, tokens
 from whatif import findings, saved_s
@@ -184,3 +184,14 @@ def test_operations_of_which_no_tensor_is_known_stay(training: bool) -> None:
     b.linear("layer", 4096, 4096, 4096)
     b.add(Streaming("pointwise", 1 << 20, 1 << 22, 1 << 22), "act", name="aten.gelu")
     assert findings(b.step(), "PRC002", min_gain=0)
+
+
+def test_an_update_in_float64_moves_half_as_much_in_float32() -> None:
+    """A multi-tensor operation does not tell its tensors."""
+    step = capture(nn.Linear(64, 64).double(), torch.empty(8, 64, dtype=torch.float64), optimizer="adamw")
+    update = {index: entry for index, entry in enumerate(step.ops) if entry.phase == OPTIMIZER}
+    single = in_types(step, {"fp64": "fp32"})
+    told = [(index, entry) for index, entry in update.items() if entry.op.dtype == "fp64"]
+    assert told
+    for index, entry in told:
+        assert single[index][0].op.moved_bytes == pytest.approx(entry.op.moved_bytes / 2, rel=0.1)

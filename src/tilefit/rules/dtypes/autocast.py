@@ -63,9 +63,12 @@ def _in_types(entry: StepOp, types: Mapping[str, str]) -> StepOp:
 def _moving(
     op: Streaming, entry: StepOp, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef]
 ) -> Streaming:
-    """An operation with the bytes of other operands and results than an entry's."""
-    read_bytes = _scaled(op.read_bytes, entry.inputs, inputs)
-    return replace(op, read_bytes=read_bytes, write_bytes=_scaled(op.write_bytes, entry.outputs, outputs))
+    """An operation with the bytes of other operands and results than an entry's; by its own type where those
+    are not told, as of a multi-tensor operation."""
+    sides = (op.read_bytes, entry.inputs, inputs), (op.write_bytes, entry.outputs, outputs)
+    ratio = size_bytes(op.dtype) / size_bytes(entry.op.dtype)
+    read_bytes, write_bytes = (_scaled(*side, ratio) for side in sides)
+    return replace(op, read_bytes=read_bytes, write_bytes=write_bytes)
 
 
 class _Autocast:
@@ -173,9 +176,9 @@ def _name(entry: StepOp) -> str:
     return "" if entry.op.multiplies else _KERNEL.sub("", entry.name)
 
 
-def _scaled(moved: int, old: Iterable[TensorRef], new: Iterable[TensorRef]) -> int:
+def _scaled(moved: int, old: Iterable[TensorRef], new: Iterable[TensorRef], ratio: float) -> int:
     before = tensor_bytes(old)
-    return round(moved * tensor_bytes(new) / before) if before else moved
+    return round(moved * (tensor_bytes(new) / before if before else ratio))
 
 
 def _add_scaler(step: Step, replaced: Edits) -> None:
