@@ -34,6 +34,13 @@ def table(*columns: str, rows: Iterable[Iterable[str | Text]] = ()) -> Table:
     return made
 
 
+def facts(rows: Iterable[tuple[str, str]], style: str = "dim") -> Table:
+    """Labels, and what belongs to each."""
+    from rich.text import Text
+
+    return table("", "", rows=((Text(label, style), Text(value)) for label, value in rows))
+
+
 def plain(shown: RenderableType, width: int) -> str:
     """What would be on a terminal of so many columns, without colour."""
     from rich.console import Console

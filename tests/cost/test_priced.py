@@ -307,9 +307,8 @@ def test_versions_that_make_no_sense_are_refused(wrong: str) -> None:
     [
         (A100, "cublas=10.2", "11"),
         ("v100", "cublas=8.0", "9"),
-        ("t4", "cudnn=7.2.1", "7.3"),
         ("h100", "cudnn=8.3", "8.6"),
-        ("rtx-4090", "cudnn=8.5", "8.6"),
+        ("rtx-5090", "cublas=12.6", "12.8"),
         ("h200", "cublas=11.7", "11.11"),
         ("b200", "cudnn=9.6", "9.7"),
     ],
@@ -320,6 +319,14 @@ def test_libraries_older_than_the_gpu_are_refused(gpu: str, versions: str, first
         with_libraries(priced(gpu), versions)
     assert error.value.hint == f"The first that does is {first}."
     assert with_libraries(priced(gpu), f"{name}={first}").name == priced(gpu).name
+
+
+@pytest.mark.parametrize(
+    ("gpu", "versions"),
+    [("t4", "cublas=9.2,cudnn=7.2.1"), ("rtx-3090", "cublas=11.0"), ("rtx-4090", "cudnn=8.5")],
+)
+def test_code_for_a_compute_capability_runs_on_its_later_minor_ones(gpu: str, versions: str) -> None:
+    assert with_libraries(priced(gpu), versions).name == priced(gpu).name
 
 
 def test_any_library_runs_on_the_oldest_gpus() -> None:

@@ -42,7 +42,7 @@ def test_owners_modules_and_what_comes_on_top(known: Report) -> None:
 
 def test_without_a_timeline_the_sums_are_shown(report: Report) -> None:
     assert [label for label, _ in memory(report)] == ["Memory"]
-    assert "saved activations" in memory(report)[0][1]
+    assert "activations 6.52 GiB" in memory(report)[0][1]
     assert "Memory over the operations" not in render(report)
 
 

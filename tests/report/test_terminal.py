@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tilefit.report import Comparison, Report, render
 from tilefit.report.terminal import SCREEN_LINES
+from tilefit.report.text import times
 
 
 def test_a_report(report: Report) -> None:
@@ -83,7 +84,8 @@ NTC003  saves 1.20 ms (3.0 %)  transformer.h.*.mlp.act (12 modules)
 GPU time    gemm 92.5 %, optimizer 6.0 %, pointwise 1.2 %, other 0.2 %
 By phase    forward 56.5 %, backward-data 20.0 %, backward-weight 17.5 %, optimizer 6.0 %
 Arithmetic  4.72 TFLOP, 10.5 GB moved
-Memory      parameters 477 MiB, gradients 477 MiB, optimizer 954 MiB, saved activations 6.52 GiB
+Memory      parameters 477 MiB, gradients 477 MiB, optimizer state 954 MiB, activations 6.52 GiB,
+            working space 954 MiB
 Covers      99.9 % of the FLOP and 99.8 % of the GPU time of 18 operations; by bytes alone:
             mylib.scan (1, 4.00 MB)
 Times       from a model fitted to measurements of this GPU
@@ -191,3 +193,33 @@ def test_a_step_that_the_host_limits_says_so_first(report: Report) -> None:
     first = render(replace(report, step=step)).splitlines()[3]
     assert first == "Host    limits this step: 40.0 ms to launch it, the GPU works for 30.0 ms"
     assert "Host " not in render(report)
+
+
+def test_a_larger_batch_saves_nothing_and_gets_more_done(report: Report) -> None:
+    larger = replace(report.findings[0], code="BAT001", safety="throughput", gain_s=0.03, gain_fraction=0.75)
+    larger = replace(larger, gain_low_s=0.02, gain_high_s=0.035)
+    text = render(replace(report, findings=(larger,)), show_all=True)
+    assert "BAT001  4.00 times the throughput" in text
+    assert "80 % interval 2.00 to 8.00 times" in text
+    assert "saves" not in text
+    many = render(replace(report, findings=(*report.findings[:1] * 9, larger, larger)))
+    assert "saving at most 8.00 ms each: add --all" in many
+
+
+@pytest.mark.parametrize(
+    ("provenance", "profile", "told"),
+    [
+        ("estimated", "measured by A", "from a model fitted to measurements of this GPU (measured by A)"),
+        ("estimated", "the B's, measured by A", "from a model fitted to measurements of this GPU"),
+        ("transferred", "measured by A", "carried over from measurements of another GPU"),
+        (
+            "transferred",
+            "the B's, measured by A",
+            "carried over from measurements of another GPU (the B's, measured by A)",
+        ),
+    ],
+)
+def test_no_measurements_are_told_of_that_the_times_do_not_rest_on(
+    provenance: str, profile: str, told: str
+) -> None:
+    assert times(provenance, profile) == told

@@ -220,3 +220,9 @@ def test_every_choice_of_findings_has_a_time(step: Step, run_with, h200: Gpu) ->
     assert times[tuple(range(len(found)))] == pytest.approx(
         times[(both,)]
     )  # what one change does is not saved again
+
+
+def test_of_two_that_save_as_much_the_safe_one_comes_first(step: Step, run_with) -> None:
+    same = Change({0: ()})
+    found = run_with(step, proposal(same, "a", safety="unsafe"), proposal(same, "b", safety="safe"))
+    assert [finding.module for finding in found] == ["b", "a"]

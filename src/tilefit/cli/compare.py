@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilefit.cli import bench, output, report_output
-from tilefit.cli.option_groups import Group, grouped
+from tilefit.cli.option_groups import grouped
 from tilefit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,13 +16,8 @@ if TYPE_CHECKING:
 
 _Shown = Annotated[
     report_output.Destination,
-    Group(
-        report_output.PANEL,
-        without=("show_all", "ops", "price"),
-        help={
-            "output_format": "Of reports: text, markdown or json; default: by the ending of the file, "
-            "else text."
-        },
+    report_output.only_whole(
+        "Of reports: text, markdown or json; default: by the ending of the file, else text."
     ),
 ]
 #: How every SQLite file begins (its file format, section 1.3).

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tilefit.cli import output, step_options
+from tilefit.cli.bench import StoreFile, open_store
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.commands import TargetGroup, Verbs
 from tilefit.cli.completion import GpuName
@@ -37,13 +38,9 @@ app = Verbs(
     no_args_is_help=True,
 )
 
-_OUTPUT = "Output"
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="bf16, fp16, tf32, fp32, fp8, …")]
 Measure = Annotated[
     bool, typer.Option("--measure", help="Measure on this machine's GPU too; interrupted, it continues.")
-]
-StoreFile = Annotated[
-    Path | None, typer.Option("--store", metavar="FILE", help="Store of measurements; default TILEFIT_STORE.")
 ]
 #: The range of ``--over batch`` and ``--over seq`` for a model; what exceeds the memory is left out.
 _DEFAULT_RANGE = "1:1024"
@@ -240,7 +237,6 @@ def _measuring(local: LocalGpu | None, store: Path | None) -> Measuring | None:
     """Measures operations on this machine's GPU, into the store; None where nothing is to be measured."""
     if local is None:
         return None
-    from tilefit.cli.bench import open_store
     from tilefit.measure.curve import measure_ops
     from tilefit.measure.run import pool_for
 

@@ -24,14 +24,9 @@ OPTIONAL = {
 
 def doctor() -> None:
     """Show the environment: Python, torch, CUDA, the GPU, optional packages and what each gives."""
-    from rich.text import Text
-
-    table = output.table("", "")
     with output.progress("Looking around"):
         rows = [*_base(), *_torch(), *_packages()]
-    for label, value in rows:
-        table.add_row(Text(label, style="bold"), Text(value))
-    output.stdout().print(table)
+    output.stdout().print(output.facts(rows, "bold"))
 
 
 def _base() -> list[tuple[str, str]]:

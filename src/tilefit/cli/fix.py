@@ -43,13 +43,9 @@ _Fixes = Annotated[
 
 _Shown = Annotated[
     report_output.Destination,
-    Group(
-        report_output.PANEL,
-        without=("show_all", "ops", "price"),
-        help={
-            "output_format": "text, json or markdown; concise, html, sarif, github and junit show the "
-            "findings, as tilefit check does; default: by the ending of the file, else text."
-        },
+    report_output.only_whole(
+        "text, json or markdown; concise, html, sarif, github and junit show the findings, as tilefit check "
+        "does; default: by the ending of the file, else text."
     ),
 ]
 

@@ -78,8 +78,7 @@ def _explained(told: GemmExplanation) -> RenderableType:
     )
     intensity, balance = product.intensity, told.gpu.ops_per_byte(product.dtype)
     side = "above" if intensity >= balance else "below"
-    facts = output.table("", "")
-    for label, value in (
+    facts = (
         ("Time", f"{units.seconds(predicted.time_s)} ({units.interval(predicted.low_s, predicted.high_s)})"),
         (
             "Rate",
@@ -92,27 +91,28 @@ def _explained(told: GemmExplanation) -> RenderableType:
         ("Waves", f"{told.waves:.2f}; the last one fills {units.share(told.last_wave_fill)} of the SMs"),
         ("Floor", f"{units.seconds(told.floor_s)}, the least that physics allows"),
         ("Times", times(predicted.provenance, told.gpu.calibration_title)),
-    ):
-        facts.add_row(Text(label, style="dim"), Text(value))
-    operands = output.table("matrix", "contiguous", ">leading dimension", ">aligned to")
-    for operand in product.operands:
-        operands.add_row(
-            operand.name,
-            operand.contiguous,
-            str(operand.leading_dimension),
-            f"{operand.alignment_bytes} bytes",
-        )
-    parts: list[RenderableType] = [title, Text(), facts, Text(), operands, Text()]
+    )
+    operands = (
+        (each.name, each.contiguous, str(each.leading_dimension), f"{each.alignment_bytes} bytes")
+        for each in product.operands
+    )
+    parts: list[RenderableType] = [title, Text(), output.facts(facts), Text()]
+    parts += [
+        output.table("matrix", "contiguous", ">leading dimension", ">aligned to", rows=operands),
+        Text(),
+    ]
     if told.neighbours:
-        better = output.table("change", ">time", ">speedup", "kernels")
-        for near in told.neighbours[:_NEIGHBOURS]:
-            better.add_row(
+        better = (
+            (
                 f"{near.dimension} = {near.size}",
                 units.seconds(near.estimate.time_s),
                 f"{near.speedup:.2f}x",
                 near.estimate.kernel_family,
             )
-        parts += [Text("Larger sizes that take less time", style="bold"), better]
+            for near in told.neighbours[:_NEIGHBOURS]
+        )
+        parts.append(Text("Larger sizes that take less time", style="bold"))
+        parts.append(output.table("change", ">time", ">speedup", "kernels", rows=better))
     else:
         parts.append(Text("No larger size nearby takes less time.", style="green"))
     return Group(*parts)
@@ -127,15 +127,17 @@ def _ways(others: tuple[Alternative, ...]) -> RenderableType:
 
     if not others:
         return Text()
-    table = output.table("other ways", ">time", ">saves, 80 %", ">copies", "paid after")
-    for other in others:
-        table.add_row(
+    rows = (
+        (
             f"{other.what} ({other.gemm.layout})" if "transposed" in other.what else other.what,
             units.seconds(other.estimate.time_s),
             units.interval(other.saving_s.low, other.saving_s.high),
             " + ".join(f"{name} {units.seconds(time.time_s)}" for name, time in other.copies),
             _uses(other.uses),
         )
+        for other in others
+    )
+    table = output.table("other ways", ">time", ">saves, 80 %", ">copies", "paid after", rows=rows)
     note = "Paid after so many products that use the copies; below 1, copying for each product pays too."
     return Group(Text(), table, Text(note, "dim"))
 

@@ -46,12 +46,10 @@ def _list(devices: list[Gpu]) -> RenderableType:
 
     from tilefit import units
 
-    table = output.table("name", "product", ">memory", ">bandwidth", ">TFLOP/s", ">ops:byte")
-    table.columns[0].no_wrap = True  # it is copied after --gpu
-    for device in devices:
-        # What the fast 16-bit type is: bf16 from Ampere on, fp16 before.
-        dtype = "bf16" if device.supports("bf16") else "fp16"
-        table.add_row(
+    # What the fast 16-bit type is: bf16 from Ampere on, fp16 before.
+    fast = ((device, "bf16" if device.supports("bf16") else "fp16") for device in devices)
+    rows = (
+        (
             device.name,
             device.title.removeprefix("NVIDIA "),
             units.capacity(device.memory_bytes),
@@ -59,6 +57,10 @@ def _list(devices: list[Gpu]) -> RenderableType:
             units.number(device.peak_flop_per_s(dtype) / 1e12),
             f"{device.ops_per_byte(dtype):.0f}",
         )
+        for device, dtype in fast
+    )
+    table = output.table("name", "product", ">memory", ">bandwidth", ">TFLOP/s", ">ops:byte", rows=rows)
+    table.columns[0].no_wrap = True  # it is copied after --gpu
     return Group(
         table, Text("\nTFLOP/s: dense peak of the 16-bit type, ops:byte: over the bandwidth", style="dim")
     )
@@ -71,8 +73,7 @@ def _facts(device: Gpu) -> RenderableType:
     from tilefit import units
 
     major, minor = device.compute_capability
-    facts = output.table("", "", "source")
-    for label, value, key in (
+    known = (
         ("architecture", f"{device.architecture}, compute capability {major}.{minor}", "compute_capability"),
         ("SMs", str(device.sms), "sms"),
         ("boost clock", f"{device.boost_clock_hz / 1e9:.3f} GHz", "boost_clock_hz"),
@@ -91,16 +92,17 @@ def _facts(device: Gpu) -> RenderableType:
             else "unknown",
             "link",
         ),
-    ):
-        facts.add_row(Text(label, style="dim"), value, Text(device.sources.get(key, ""), style="dim"))
-    peaks = output.table("dtype", ">FLOP/clock/SM", ">dense peak", ">ops:byte")
-    for dtype, per_clock in sorted(device.flop_per_clock_per_sm.items(), key=lambda pair: -pair[1]):
-        peaks.add_row(
-            dtype,
-            str(per_clock),
-            units.rate(device.peak_flop_per_s(dtype)),
-            f"{device.ops_per_byte(dtype):.1f}",
-        )
+    )
+    rows = (
+        (Text(label, "dim"), value, Text(device.sources.get(key, ""), "dim")) for label, value, key in known
+    )
+    facts = output.table("", "", "source", rows=rows)
+    types = sorted(device.flop_per_clock_per_sm.items(), key=lambda pair: -pair[1])
+    rates = (
+        (name, str(clock), units.rate(device.peak_flop_per_s(name)), f"{device.ops_per_byte(name):.1f}")
+        for name, clock in types
+    )
+    peaks = output.table("dtype", ">FLOP/clock/SM", ">dense peak", ">ops:byte", rows=rates)
     title = Text.assemble((device.title, "bold"), f"  --gpu {device.name}")
     note = Text(
         "ops:byte is the dense peak over the bandwidth: below it an operation waits for memory.",

@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, TypeVar
 
+from tilefit.console import facts as facts
 from tilefit.console import table as table
 from tilefit.errors import UsageError
 

@@ -59,6 +59,13 @@ class Destination:
 
 
 Shown = Annotated[Destination, Group(PANEL)]
+
+
+def only_whole(formats: str) -> Group:
+    """Where a document is always shown whole; ``formats`` says which there are."""
+    return Group(PANEL, without=("show_all", "ops", "price"), help={"output_format": formats})
+
+
 ShownWhole = Annotated[
     Destination, Group(PANEL, without=("ops", "price"), help={"show_all": "The tables as well."})
 ]

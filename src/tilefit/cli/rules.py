@@ -20,9 +20,4 @@ def every_rule() -> tuple[Titled, ...]:
 
 def rules() -> None:
     """List the rules: of check, and of precision (AMP)."""
-    from rich.text import Text
-
-    table = output.table("", "")
-    for rule in every_rule():
-        table.add_row(Text(rule.code, style="bold"), Text(rule.title))
-    output.stdout().print(table)
+    output.stdout().print(output.facts(((rule.code, rule.title) for rule in every_rule()), "bold"))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
+from typing import TypeVar
 
 from tilefit.ops import step_json
+from tilefit.ops.base import Op
 from tilefit.ops.entries import Parameter, Settings, Shard, StepOp
 from tilefit.ops.memory import Memory
 from tilefit.ops.program import Program
+
+_Op = TypeVar("_Op", bound=Op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,10 @@ class Step:
     libraries: tuple[str, ...] = ()
     ranks: tuple[Step, ...] = ()
     prompt: Step | None = None
+
+    def each(self, kind: type[_Op]) -> Iterator[tuple[int, StepOp, _Op]]:
+        """The operations of a kind: index into ``ops``, entry, and what the hardware executes."""
+        return ((i, entry, op) for i, entry in enumerate(self.ops) if isinstance(op := entry.op, kind))
 
     @property
     def flop(self) -> int:

@@ -78,17 +78,14 @@ def escape(value: str) -> str:
 
 
 def _item(item: Finding | Alarm) -> str:
-    if isinstance(item, Finding):
-        place, more = text.site(item), item.source
-        safety = f' <span class="quiet">({escape(item.safety)})</span>'
-    else:
-        place, more, safety = item.source, item.module, ""
+    place, *more = map(escape, text.places(item) or [""])
     lines = "".join(f'<div class="quiet">{escape(line)}</div>' for line in item.arithmetic)
     head = f"<b>{escape(item.code)}</b> {escape(text.price(item))}"
     return (
         f'<details class="{escape(item.severity)}"><summary>{head} '
-        f"<code>{escape(place)}</code><br>{escape(item.message)}</summary>{lines}"
-        f'<div>→ {escape(item.fix)}{safety}</div><div class="quiet">{escape(more)}</div></details>'
+        f"<code>{place}</code><br>{escape(item.message)}</summary>{lines}"
+        f'<div>→ {escape(item.fix)} <span class="quiet">{escape(text.level(item))}</span></div>'
+        f'<div class="quiet">{"".join(more)}</div></details>'
     )
 
 

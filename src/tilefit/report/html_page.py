@@ -23,7 +23,7 @@ from tilefit.report import html_figures, html_measured, html_modules, html_opera
 from tilefit.report.answer import answer, bulk, price_of, work
 from tilefit.report.report import Document, Report, across
 from tilefit.report.watched import Table, Watched
-from tilefit.rules.finding import ERROR
+from tilefit.rules.finding import ERROR, THROUGHPUT
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -143,19 +143,8 @@ def _program(around: program.Around) -> dict[str, Any]:
 
 def _memory(report: Report) -> list[tuple[str, str, int]]:
     """What fills the memory at its fullest: (colour class, name, bytes)."""
-    memory = report.step.memory
-    if memory.owners:
-        return [(html_figures.memory_color(owner), owner, size) for owner, size in memory.owners.items()]
-    held = [
-        ("parameters", "parameters", memory.parameter_bytes),
-        ("gradients", "gradients", memory.gradient_bytes),
-        ("optimizer-state", "optimizer state", memory.optimizer_bytes),
-        ("buffers", "buffers", memory.buffer_bytes),
-        ("saved", "activations kept for the backward pass", memory.saved_bytes),
-    ]
-    rest = memory.peak_bytes - sum(size for *_, size in held)
-    parts = [*held, ("temporary", "temporary results at the fullest moment", rest)]
-    return [part for part in parts if part[2] > 0]
+    held = text.held(report.step.memory).items()
+    return [(html_figures.memory_color(owner), owner, size) for owner, size in held if size]
 
 
 def _numeric(table: Table) -> list[bool]:
@@ -223,6 +212,7 @@ def _environment() -> Environment:
         rows_shown=ROWS_SHOWN,
         phases=_PHASE_NAMES,
         error=ERROR,
+        throughput=THROUGHPUT,
     )
     environment.filters.update(
         seconds=units.seconds,

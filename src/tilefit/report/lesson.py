@@ -162,14 +162,13 @@ def _listed(report: Report, groups: Sequence[OpGroup]) -> Stage:
 def _of_finding(report: Report, finding: Finding) -> Lesson:
     """What was found, then the longest operation of the place: of the line it names, if any is there."""
     page = next((page for page in report.rules if page.code == finding.code), None)
-    between = units.interval(finding.gain_low_s, finding.gain_high_s)
     first = Stage(
         page.title if page else "What was found",
         (
             f"{text.site(finding)} {finding.source}".rstrip(),
             finding.message,
             *finding.arithmetic,
-            text.gain(finding) + (f": {between}, 80 %" if finding.gain_s else ""),
+            text.gain(finding) + (f": {text.likely(finding)}, 80 %" if finding.gain_s else ""),
             f"→ {finding.fix} ({finding.safety})",
         ),
     )

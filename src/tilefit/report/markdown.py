@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tilefit import units
 from tilefit.formats import renders
 from tilefit.report import program, text
 from tilefit.report.report import Document, Report, across
@@ -148,39 +147,21 @@ def _findings(head: str, findings: Sequence[Finding | Alarm], noun: str, nothing
         return Part(f"{head}\n{nothing}", noun=noun)
     items, brief, worth = [], [], []
     for number, each in enumerate(findings, 1):
-        if isinstance(each, Finding):
-            fix, where = f"Fix ({each.safety})", [text.site(each), each.source]
-            worth.append(f", saving at most {units.seconds(each.gain_s)} each")
-        else:
-            fix, where = "Fix", [each.source, each.module]
-            worth.append("")
-        place = ", ".join(
-            [f"{number}. **{each.code}** {text.price(each)}", *map(escape, filter(None, where))]
-        )
+        worth.append(text.at_most([each, each]) if isinstance(each, Finding) else "")
+        place = ", ".join([f"{number}. **{each.code}** {text.price(each)}", *map(escape, text.places(each))])
         brief.append(_clipped(f"{place}: {escape(each.message)}", _ITEM_BYTES))
-        details = [*map(escape, each.arithmetic), f"{fix}: {escape(each.fix)}"]
+        details = [*map(escape, each.arithmetic), f"Fix{text.level(each)}: {escape(each.fix)}"]
         lines = [f"{place}  ", f"   {escape(each.message)}", *(f"   - {line}" for line in details)]
         items.append("\n".join(lines))
     return Part(head, tuple(items), tuple(brief), tuple(worth), noun)
 
 
 def _ops(report: Report) -> Part:
-    groups = text.grouped(report.ops)
-    total_s = sum(group.time_s for group in groups) or 1.0
-    rows = [
-        [
-            units.seconds(group.time_s),
-            units.share(group.time_s / total_s),
-            str(group.count),
-            escape(text.op_label(group.op)),
-            text.PHASES[group.op.phase],
-            group.op.bound,
-            escape(group.module),
-        ]
-        for group in groups
-    ]
-    header = ["time", "share", "count", "operation", "phase", "bound", "module"]
-    return table(header, rows, "rows of operations", "### Operations by time\n\n", optional=True)
+    rows = text.op_rows(report)
+    header = [name.removeprefix(">") for name in (rows or [{}])[0]]
+    named = ("operation", "module")
+    cells = [[escape(cell) if name in named else cell for name, cell in row.items()] for row in rows]
+    return table(header, cells, "rows of operations", "### Operations by time\n\n", optional=True)
 
 
 def table(

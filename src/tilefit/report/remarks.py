@@ -105,9 +105,8 @@ def subjects(document: Document) -> list[Subject]:
 
 def _remark(item: Finding | Alarm) -> Remark:
     names = _FIGURES if isinstance(item, Finding) else _FIGURES_OF_ALARMS
-    fix = f"Fix ({item.safety})" if isinstance(item, Finding) else "Fix"
     origin = item.origin if isinstance(item, Finding) else ""
-    details = (*item.arithmetic, f"{fix}: {item.fix}")
+    details = (*item.arithmetic, f"Fix{text.level(item)}: {item.fix}")
     if origin and item.source:
         details = (f"in {item.source}, made in this line", *details)
     return Remark(

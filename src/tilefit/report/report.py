@@ -15,7 +15,7 @@ from tilefit.errors import UsageError
 from tilefit.formats import make, render, renders, save
 from tilefit.ops import Settings
 from tilefit.report.program import Around
-from tilefit.rules.finding import SAFE, Finding, RulePage
+from tilefit.rules.finding import ERROR, SAFE, THROUGHPUT, Finding, RulePage
 
 if TYPE_CHECKING:
     import pandas
@@ -528,4 +528,9 @@ def across(reports: Sequence[Report]) -> list[FoundOn]:
             for report in reports
         )
         rows.append(FoundOn(code, module, per_gpu))
-    return sorted(rows, key=lambda row: (row.best.severity != "error", -row.best.gain_fraction, row.code))
+    return sorted(rows, key=_rank)
+
+
+def _rank(row: FoundOn) -> tuple[bool, bool, float, str]:
+    best = row.best
+    return best.severity != ERROR, best.safety == THROUGHPUT, -best.gain_fraction, row.code

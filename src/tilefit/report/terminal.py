@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilefit import units
+from tilefit.console import table
 from tilefit.formats import renders
 from tilefit.report import program, text
 from tilefit.report.answer import answer
@@ -24,12 +25,11 @@ FEWEST_FINDINGS = 3
 #: Rows of the table of operations unless all are asked for.
 OP_ROWS = 25
 
-#: Columns of the table of operations that are numbers.
-_NUMBERS = ("time", "share", "count", "predicted", "roof")
 _INDENT = 8
 _BAR_WIDTH = 12
-#: Narrower than this, the table of operations does without the bound.
+#: Narrower than this, the table of operations does without these.
 _WIDE = 100
+_WHERE_WIDE = ("bound", ">predicted", ">roof")
 _SEVERITY_STYLE = {ERROR: "bold red", WARNING: "bold yellow", NOTE: "bold cyan"}
 # A glyph each, so that the bar can be read without colour.
 _BOUND_BAR = {
@@ -100,9 +100,7 @@ class _Screen:
             room -= len(console.render_lines(block, options))
             if not self.show_all and shown >= FEWEST_FINDINGS and room < 0:
                 rest = report.findings[shown:]
-                most = units.seconds(max(f.gain_s for f in rest))
-                worth = f"at most {most} each" if len(rest) > 1 else most
-                yield Text(f"{len(rest)} more, saving {worth}: add --all", style="dim")
+                yield Text(f"{len(rest)} more{text.at_most(rest)}: add --all", style="dim")
                 yield Text()
                 return
             yield block
@@ -185,16 +183,15 @@ def _finding(finding: Finding, width: int, show_all: bool) -> RenderableType:
     if source and not show_all:
         head.append(f"  {source}", style="dim")
     lines = finding.arithmetic if show_all else finding.arithmetic[:1]
-    body = _body(finding, lines, f" ({finding.safety})", source if show_all else "")
+    body = _body(finding, lines, source if show_all else "")
     if show_all and finding.gain_s:
-        between = units.interval(finding.gain_low_s, finding.gain_high_s)
-        body.add_row(Text("±", style="dim"), Text(f"80 % interval {between}", style="dim"))
+        body.add_row(Text("±", style="dim"), Text(f"80 % interval {text.likely(finding)}", style="dim"))
     if show_all and finding.next_command:
         body.add_row(Text("$", style="dim"), Text(text.plain(finding.next_command), style="cyan"))
     return Group(head, Padding(body, (0, 0, 0, _INDENT - 2)), Text())
 
 
-def _body(item: Finding | Alarm, lines: Sequence[str], safety: str = "", source: str = "") -> Table:
+def _body(item: Finding | Alarm, lines: Sequence[str], source: str = "") -> Table:
     """What is wrong, why, and what to do."""
     # A mark before each kind of line, so that plain text is as clear as colour.
     body = _labelled(gap=1, style="")
@@ -203,7 +200,7 @@ def _body(item: Finding | Alarm, lines: Sequence[str], safety: str = "", source:
     body.add_row("", Text(text.plain(item.message)))
     for line in lines:
         body.add_row(Text("·", style="dim"), Text(text.plain(line), style="dim"))
-    body.add_row(Text("→", style="green"), Text.assemble(text.plain(item.fix), (safety, "dim")))
+    body.add_row(Text("→", style="green"), Text.assemble(text.plain(item.fix), (text.level(item), "dim")))
     return body
 
 
@@ -216,14 +213,10 @@ def _watched(document: Watched, width: int, show_all: bool) -> Iterator[Renderab
     if not document.findings:
         yield Text(text.NOTHING_WRONG, style="bold green")
         yield Text()
-    for table in document.tables if show_all else ():
-        yield Text(text.plain(table.title), style="dim")
-        grid = _plain_table(gap=2)
-        for head in table.header:
-            grid.add_column(Text(text.plain(head)))
-        for row in table.rows:
-            grid.add_row(*(Text(text.plain(cell)) for cell in row))
-        yield grid
+    for figures in document.tables if show_all else ():
+        yield Text(text.plain(figures.title), style="dim")
+        rows = ([Text(text.plain(cell)) for cell in row] for row in figures.rows)
+        yield table(*map(text.plain, figures.header), rows=rows)
         yield Text()
     foot = _labelled()
     for what in document.unchecked:
@@ -275,38 +268,23 @@ def _shares(parts: Sequence[tuple[str, float]], total_s: float) -> str:
 
 
 def _ops_table(report: Report, width: int, show_all: bool) -> RenderableType:
-    groups = text.grouped(report.ops)
-    shown = groups if show_all else groups[:OP_ROWS]
-    total_s = sum(group.time_s for group in groups) or 1.0
-    wide = width >= _WIDE
-    measured = list(text.MEASURED_CELLS if wide else text.MEASURED_CELLS[:1]) if report.measured else []
-    bound = ["bound"] if wide else []
-    header = ["time", "share", "count", "operation", "phase", *bound, *measured, "module"]
-    rows = [
-        [
-            units.seconds(group.time_s),
-            units.share(group.time_s / total_s),
-            str(group.count),
-            _shortened(text.op_label(group.op), width // 2 - 4),
-            text.PHASES[group.op.phase],
-            *([group.op.bound] if wide else []),
-            *text.measured_cells(group)[: len(measured)],
-            text.plain(group.module),
-        ]
-        for group in shown
-    ]
-    table = _plain_table(gap=2)
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    every = text.op_rows(report)
+    header = [name for name in (every or [{}])[0] if width >= _WIDE or name not in _WHERE_WIDE]
+    rows = [[row[name] for name in header] for row in (every if show_all else every[:OP_ROWS])]
+    for row in rows:
+        row[header.index("operation")] = _shortened(row[header.index("operation")], width // 2 - 4)
+    names = [name.removeprefix(">") for name in header]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     room = max(8, width - sum(widths[:-1]) - 2 * len(widths[:-1]))
-    for name in header:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
-    for *cells, module in rows:
-        table.add_row(*map(Text, cells), Text(_shortened(module, room)))
-    if len(shown) == len(groups):
-        return table
-    rest_s = sum(group.time_s for group in groups[len(shown) :])
-    more = f"{len(groups) - len(shown)} more rows, {units.share(rest_s / total_s)} of the time: add --all"
-    return Group(table, Text(more, style="dim"))
+    cells = ([*map(Text, row), Text(_shortened(module, room))] for *row, module in rows)
+    shown = table(*header, rows=cells)
+    if len(rows) == len(every):
+        return shown
+    rest = text.grouped(report.ops)[len(rows) :]
+    rest_s = sum(group.time_s for group in rest) / (sum(op.time_s for op in report.ops) or 1.0)
+    return Group(
+        shown, Text(f"{len(rest)} more rows, {units.share(rest_s)} of the time: add --all", style="dim")
+    )
 
 
 def _comparison(reports: Sequence[Report], width: int) -> RenderableType:
@@ -317,35 +295,31 @@ def _comparison(reports: Sequence[Report], width: int) -> RenderableType:
         Text(),
     ]
     found = across(reports)
-    # As many GPUs beside each other as fit, the rest below.
-    labels = [label for label, _ in text.COMPARED]
-    cells = [[cell(report) for _, cell in text.COMPARED] for report in reports]
-    columns = [
-        [report.gpu, *column, *(text.gain_cell(row.per_gpu[index]) for row in found)]
-        for index, (report, column) in enumerate(zip(reports, cells, strict=True))
-    ]
-    side = [f"{row.code}  {text.plain(row.module)}".rstrip() for row in found]
-    saves = "what a change saves"
+    # What each row is called, how much of that is in a style, and its cells.
+    rows = [(label, "dim", len(label), [cell(report) for report in reports]) for label, cell in text.COMPARED]
+    if found:
+        rows += [("", "", 0, []), ("what a change saves", "bold", 99, [])]
+    for row in found:
+        label = f"{row.code}  {text.plain(row.module)}".rstrip()
+        cells = [*map(text.gain_cell, row.per_gpu)]
+        rows.append((label, _SEVERITY_STYLE[row.best.severity], len(row.code), cells))
+    names = [text.plain(report.gpu) for report in reports]
     gap = 3
-    widest = max(len(cell) for column in columns for cell in column) + gap
-    side_width = min(max(map(len, [*labels, *side, saves])), width - 2 * widest)
+    widest = max(len(cell) for cells in (names, *(row[-1] for row in rows)) for cell in cells) + gap
+    side_width = min(max(len(label) for label, *_ in rows), width - 2 * widest)
+    # As many GPUs beside each other as fit, the rest below.
     per_table = max(1, (width - side_width) // widest)
     for start in range(0, len(reports), per_table):
-        table = _plain_table(gap)
-        table.add_column("", width=side_width, no_wrap=True)
-        here = columns[start : start + per_table]
-        for column in here:
-            table.add_column(Text(text.plain(column[0]), style="bold"), justify="right", no_wrap=True)
-        for index, label in enumerate(labels, 1):
-            table.add_row(Text(label, style="dim"), *(column[index] for column in here))
-        if found:
-            table.add_row()
-            table.add_row(Text(saves, style="bold"))
-        for index, (row, label) in enumerate(zip(found, side, strict=True), 1 + len(labels)):
-            name = Text(_shortened(label, side_width))
-            name.stylize(_SEVERITY_STYLE[row.best.severity], 0, len(row.code))
-            table.add_row(name, *(column[index] for column in here))
-        parts += [table, Text()]
+        here = slice(start, start + per_table)
+        side_by_side = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False)
+        side_by_side.add_column("", width=side_width, no_wrap=True)
+        for name in names[here]:
+            side_by_side.add_column(Text(name, style="bold"), justify="right", no_wrap=True)
+        for label, style, styled, cells in rows:
+            side = Text(_shortened(label, side_width))
+            side.stylize(style, 0, styled)
+            side_by_side.add_row(side, *cells[here])
+        parts += [side_by_side, Text()]
     if not found:
         return Group(*parts, Text(text.NOTHING, style="bold green"))
     hint = f"Name one GPU to see what to change, such as --gpu {text.plain(first.gpu)}"
@@ -358,10 +332,6 @@ def _labelled(gap: int = 2, style: str = "dim") -> Table:
     grid.add_column(style=style, no_wrap=True)
     grid.add_column()
     return grid
-
-
-def _plain_table(gap: int) -> Table:
-    return Table(box=None, padding=(0, gap, 0, 0), show_edge=False, header_style="dim", pad_edge=False)
 
 
 def _flowed(phrases: Sequence[str], width: int) -> str:

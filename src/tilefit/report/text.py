@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from tilefit import units
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, PRODUCTS
-from tilefit.report.report import Document, MeasuredStep, OpRow, Report
+from tilefit.report.report import Document, MeasuredStep, MemoryUse, OpRow, Report
 from tilefit.report.watched import CANNOT, CHECKED, Watched
-from tilefit.rules.finding import ERROR, Alarm, Finding
+from tilefit.rules.finding import ERROR, THROUGHPUT, Alarm, Finding
 from tilefit.rules.sites import pattern
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
@@ -28,8 +28,10 @@ PROVENANCE = {
 
 def times(provenance: str, profile: str) -> str:
     """What the times rest on, and where the measurements are from."""
-    is_fitted = profile and provenance in ("estimated", "transferred")
-    return PROVENANCE.get(provenance, "from nothing that is told") + (f" ({profile})" if is_fitted else "")
+    # The measurements that are named are another GPU's, or this one's.
+    is_named = provenance == ("transferred" if profile.startswith("the ") else "estimated")
+    told = PROVENANCE.get(provenance, "from nothing that is told")
+    return f"{told} ({profile})" if profile and is_named else told
 
 
 def because(family: str, reason: str) -> str:
@@ -128,12 +130,48 @@ def gain(finding: Finding) -> str:
         return "cannot run"
     if not finding.gain_s:
         return "not priced"
+    if finding.safety == THROUGHPUT:
+        return f"{units.number(_times_the_work(finding, finding.gain_s))} times the throughput"
     return f"saves {units.seconds(finding.gain_s)} ({units.share(finding.gain_fraction)})"
+
+
+def likely(finding: Finding) -> str:
+    """The 80 % interval of what :func:`gain` says; empty where nothing has a price."""
+    ends = finding.gain_low_s, finding.gain_high_s
+    if finding.safety == THROUGHPUT:
+        low, high = (units.number(_times_the_work(finding, end_s)) for end_s in ends)
+        return f"{low} to {high} times"
+    return units.interval(*ends) if finding.gain_s else ""
+
+
+def _times_the_work(finding: Finding, saved_s: float) -> float:
+    """Work per second over that of the step, where the step's own work would take so much less."""
+    step_s = finding.gain_s / finding.gain_fraction
+    return step_s / max(step_s - saved_s, 1e-9 * step_s)
+
+
+def at_most(findings: Iterable[Finding]) -> str:
+    """``, saving at most 7.97 ms each``: of findings that are not shown; a larger batch saves nothing."""
+    saved = [each.gain_s for each in findings if each.safety != THROUGHPUT]
+    if len(saved) > 1:
+        return f", saving at most {units.seconds(max(saved))} each"
+    return f", saving {units.seconds(saved[0])}" if saved else ""
 
 
 def price(item: Finding | Alarm) -> str:
     """What a finding saves, or how often an alarm was seen."""
     return gain(item) if isinstance(item, Finding) else seen(item)
+
+
+def places(item: Finding | Alarm) -> list[str]:
+    """Where it is, the more telling first: a finding's module, an alarm's line."""
+    found = [site(item), item.source] if isinstance(item, Finding) else [item.source, item.module]
+    return [*filter(None, map(plain, found))]
+
+
+def level(item: Finding | Alarm) -> str:
+    """`` (safe)`` of a finding: what its fix may change."""
+    return f" ({item.safety})" if isinstance(item, Finding) else ""
 
 
 def checks(document: Watched, show_all: bool) -> Iterator[tuple[str, str]]:
@@ -175,14 +213,7 @@ def site(finding: Finding) -> str:
 def memory(report: Report) -> list[tuple[str, str]]:
     """What fills the memory at its fullest moment, what of that are activations, and what comes on top."""
     use = report.step.memory
-    held = use.owners or {
-        "parameters": use.parameter_bytes,
-        "gradients": use.gradient_bytes,
-        "optimizer": use.optimizer_bytes,
-        "buffers": use.buffer_bytes,
-        "saved activations": use.saved_bytes,
-    }
-    lines = [("Memory", _sizes(held))]
+    lines = [("Memory", _sizes(held(use)))]
     if use.modules:
         lines.append(
             ("Activations", _sizes({plain(name) or "the model": n for name, n in use.modules.items()}))
@@ -195,6 +226,18 @@ def memory(report: Report) -> list[tuple[str, str]]:
         }
         lines.append(("Beside them", f"{_sizes(beside)}: {units.capacity(use.taken_bytes)} in all"))
     return lines
+
+
+def held(use: MemoryUse) -> Mapping[str, int]:
+    """The peak by what the bytes hold; of a report that does not tell, by what the step keeps."""
+    kept = {
+        "parameters": use.parameter_bytes,
+        "gradients": use.gradient_bytes,
+        "optimizer state": use.optimizer_bytes,
+        "buffers": use.buffer_bytes,
+        "activations": use.saved_bytes,
+    }
+    return use.owners or kept | {"working space": max(0, use.peak_bytes - sum(kept.values()))}
 
 
 def _sizes(of: Mapping[str, int]) -> str:
@@ -259,6 +302,8 @@ def gain_cell(finding: Finding | None) -> str:
         return "–"
     if finding.severity == ERROR or not finding.gain_s:
         return gain(finding)
+    if finding.safety == THROUGHPUT:
+        return f"{units.number(_times_the_work(finding, finding.gain_s))} times"
     return units.share(finding.gain_fraction)
 
 
@@ -300,11 +345,29 @@ def grouped(ops: Iterable[OpRow]) -> list[OpGroup]:
     return sorted(rows, key=lambda row: -row.time_s)
 
 
-#: Headings of :func:`measured_cells`.
-MEASURED_CELLS = ("cores", "predicted", "roof")
+def op_rows(report: Report) -> list[dict[str, str]]:
+    """The table of operations by time: cells by heading, one that starts with ``>`` over numbers."""
+    groups = grouped(report.ops)
+    total_s = sum(group.time_s for group in groups) or 1.0
+    rows = []
+    for group in groups:
+        measured = zip(("cores", ">predicted", ">roof"), _measured_cells(group), strict=True)
+        rows.append(
+            {
+                ">time": units.seconds(group.time_s),
+                ">share": units.share(group.time_s / total_s),
+                ">count": str(group.count),
+                "operation": op_label(group.op),
+                "phase": PHASES[group.op.phase],
+                "bound": group.op.bound,
+                **(dict(measured) if report.measured else {}),
+                "module": plain(group.module),
+            }
+        )
+    return rows
 
 
-def measured_cells(group: OpGroup) -> tuple[str, str, str]:
+def _measured_cells(group: OpGroup) -> tuple[str, str, str]:
     """Of a group that was measured: Tensor Cores or not, predicted time, and the share of the GPU's roof."""
     ran = [op.measured for op in group.ops if op.measured is not None]
     if not ran:

@@ -54,7 +54,8 @@ def run(
 
 def find(context: Context, selection: Selection) -> list[Found]:
     """What is worth changing in a step on a GPU, best first; errors before everything, then warnings that
-    have no price, and throughput, which makes no step shorter, behind everything.
+    have no price, and throughput, which makes no step shorter, behind everything. Savings that differ by less
+    than a thousandth of the step are equal: safe ones come first.
 
     Every proposal is priced by estimating the whole step again with the change made, its costs (padded
     arithmetic, copies, larger activations) included.
@@ -85,6 +86,9 @@ def find(context: Context, selection: Selection) -> list[Found]:
             f.finding.severity != ERROR,
             f.change is not None or f.finding.severity == NOTE,
             f.finding.safety == THROUGHPUT,
+            # Of two that save as much, as where the host limits what is left, the safe one.
+            -round(f.finding.gain_fraction, 3),
+            f.finding.safety != SAFE,
             -f.finding.gain_s,
             f.finding.code,
             f.finding.module,

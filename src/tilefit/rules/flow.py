@@ -193,14 +193,8 @@ def parent(module: str) -> str:
 
 def copy_op(source: TensorRef, result: TensorRef) -> Streaming:
     """The operation that copies (and casts) one tensor into another."""
-    wider = max(source.dtype, result.dtype, key=size_bytes)
-    return Streaming(
-        "copy",
-        elements(source),
-        elements(source) * size_bytes(source.dtype),
-        elements(result) * size_bytes(result.dtype),
-        wider,
-    )
+    read_bytes, write_bytes = (elements(ref) * size_bytes(ref.dtype) for ref in (source, result))
+    return Streaming("copy", elements(source), read_bytes, write_bytes, source.dtype)
 
 
 def bias_gradient(flow: Flow, call: LinearCall) -> int | None:

@@ -86,10 +86,7 @@ def linears(step: Step) -> list[Linear]:
     layers: dict[tuple[str, str, int, int], Linear] = {}
     by_module: dict[str, list[Linear]] = {}
     gradients: list[tuple[int, StepOp, Gemm]] = []
-    for index, entry in enumerate(step.ops):
-        op = entry.op
-        if not isinstance(op, Gemm):
-            continue
+    for index, entry, op in step.each(Gemm):
         if entry.phase == BACKWARD_WEIGHT:
             gradients.append((index, entry, op))
             continue

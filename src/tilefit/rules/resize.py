@@ -47,10 +47,7 @@ def resize_streams(step: Step, sizes: Mapping[int, int], where: str = LAST) -> E
     Any dimension of a parameter counts; of an activation, the one that ``where`` names.
     """
     replaced: Edits = {}
-    for index, entry in enumerate(step.ops):
-        op = entry.op
-        if not isinstance(op, Streaming):
-            continue
+    for index, entry, op in step.each(Streaming):
         read = _growth(entry.inputs, sizes, where)
         written = _growth(entry.outputs, sizes, where)
         if read == 1.0 == written:

@@ -89,3 +89,11 @@ def test_channels_are_padded_where_they_are() -> None:
     padded = F.pad(torch.empty(8, 3, 16, 224, 224, device="meta"), [*map(int, pad.split(", "))])
     assert padded.shape[1] in (4, 8)
     assert padded.shape[2:] == (16, 224, 224)
+
+
+def test_channels_whose_convolutions_gain_nothing_are_no_matter_of_alignment() -> None:
+    """In NCHW odd channels cost these convolutions nothing, whatever a normalization gains by 32."""
+    first, second = nn.Conv3d(1, 30, 3, padding=1), nn.Conv3d(30, 60, 3, stride=2, padding=1)
+    model = nn.Sequential(first, nn.BatchNorm3d(30), nn.ReLU(), second, nn.BatchNorm3d(60), nn.ReLU())
+    step = capture(model, torch.empty(4, 1, 96, 96, 96, device="meta"), amp="bf16")
+    assert not findings(step, "ALN004", gpu="a10", min_gain=0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from builders import StepBuilder, gpt2
 from tilefit.gpus import Gpu
-from tilefit.ops import Memory, Program, Settings, Step
+from tilefit.ops import Gemm, Memory, Program, Settings, Step
 from tilefit.rules import run
 
 GB = 10**9
@@ -43,7 +43,9 @@ def test_fewer_and_larger_micro_batches_only_where_there_are_some(h200: Gpu) -> 
     assert fixes[2 * factor].startswith(
         f"Accumulate 2 micro-batches of {32 * factor}, in place of {2 * factor}"
     )
-    assert fixes[3 * factor + 1] == f"Use micro-batches of {32 * factor} (adapt the learning rate)."
+    assert fixes[3 * factor + 1] == (
+        f"Use micro-batches of {32 * factor} (fewer updates for as many samples: adapt the learning rate)."
+    )
     too_large = replace(small(256, 257 * GB), program=Program("", "", micro_batches=16))
     (error,) = run(too_large, h200, select=["BAT002"])
     assert f"micro-batches of at most {int((0.94 * h200.memory_bytes - GB) / GB) // 16} " in error.fix
@@ -76,3 +78,24 @@ def test_a_step_that_fits_is_no_error(h200: Gpu) -> None:
 
 def _fields(memory: Memory) -> dict[str, int]:
     return {name: getattr(memory, name) for name in memory.__slots__}
+
+
+def test_a_loss_over_all_pairs_of_samples_has_no_knee(h200: Gpu) -> None:
+    """Its work grows with the square of the batch."""
+
+    def step(batch: int, others: int) -> Step:
+        b = StepBuilder(batch, training=False)
+        for i in range(8):
+            b.linear(f"layers.{i}", batch, 4096, 4096)
+        first, second, pairs = b.tensor(batch, 4096), b.tensor(others, 4096), b.tensor(batch, others)
+        b.add(Gemm(batch, others, 4096, dtype="bf16"), "loss", inputs=(first, second), outputs=(pairs,))
+        return b.step()
+
+    assert not run(step(64, 64), h200, select=["BAT001"])
+    assert run(step(64, 80), h200, select=["BAT001"])
+
+
+def test_the_largest_batch_looked_at_is_said_where_the_rate_still_rises(h200: Gpu) -> None:
+    (finding,) = run(small(1), h200, select=["BAT001"])
+    assert "64 times the batch was not looked at" in finding.arithmetic[-1]
+    assert "fewer updates" in finding.fix

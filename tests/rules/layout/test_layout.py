@@ -13,8 +13,9 @@ from builders import StepBuilder, gpt2, resnet
 from tilefit import gpus
 from tilefit.capture import capture
 from tilefit.gpus import Gpu
+from tilefit.ops import Step
 from tilefit.rules import run
-from whatif import findings
+from whatif import findings, saved_s
 
 
 def test_nchw_convolutions_are_turned(h200: Gpu, a100: Gpu) -> None:
@@ -117,3 +118,17 @@ def test_what_joins_tensors_is_no_copy_of_one(
 
     step = capture(Turned(), torch.empty(64, 1024, 1024, device="meta"), amp="bf16", train=False)
     assert bool(findings(step, "LAY002")) is found
+
+
+def test_group_normalization_copies_its_images_back() -> None:
+    """Where that takes what convolutions in NHWC save, nothing is advised."""
+
+    def captured(norm: nn.Module, **how: bool) -> Step:
+        layers = [nn.Conv2d(48, 48, 3, padding=1), norm, nn.SiLU()]
+        model = nn.Sequential(*(layer for _ in range(4) for layer in layers))
+        return capture(model, torch.empty(16, 48, 256, 256, device="meta"), amp="bf16", **how)
+
+    norm = nn.GroupNorm(8, 48)
+    assert saved_s(captured(norm), captured(norm, channels_last=True)) < 0
+    assert not findings(captured(norm), "LAY001")
+    assert findings(captured(nn.BatchNorm2d(48)), "LAY001")

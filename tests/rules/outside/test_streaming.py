@@ -107,3 +107,26 @@ def test_half_losses_small_vocabularies_and_inference_are_healthy(options: dict[
     small = 64000 if options else 4096
     step = capture(LanguageModel(vocabulary=small, layers=1), tokens(), amp="bf16", **options)
     assert not findings(step, "NTC004", min_gain=0)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_the_compilers_layout_is_told_of_where_it_is_another(channels_last: bool) -> None:
+    """A bias that is added with what follows makes convolutions faster, too: that is no layout."""
+    layers = [
+        layer
+        for _ in range(4)
+        for layer in (nn.Conv2d(128, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU())
+    ]
+    step = capture(
+        nn.Sequential(*layers), torch.empty(64, 128, 56, 56), amp="bf16", channels_last=channels_last
+    )
+    (finding,) = findings(step, "NTC001")
+    assert ("layout of convolutions" in finding.arithmetic[0]) != channels_last
+
+
+def test_what_is_saved_beside_the_layout_is_of_the_gpus_time() -> None:
+    """Compiled, the host limits this step: it saves less than the GPU, and most of that by the layout."""
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(128, 128, 3, padding=1), nn.GELU(), nn.Tanh())]
+    step = capture(nn.Sequential(*layers), torch.empty(64, 128, 56, 56), amp="bf16")
+    (finding,) = findings(step, "NTC001")
+    assert finding.gain_s == pytest.approx(saved_s(step, fuse(step)))

@@ -168,6 +168,14 @@ class TestCopies:
         )
         assert not findings(train(rows=64, events=(small,) * 7), h200, "SYN002")
 
+    def test_one_without_a_line_is_said_to_have_none(self, h200: Gpu) -> None:
+        known = event("to", 0, kind=TO_GPU, bytes=32 << 20)
+        places = (Site("", ""), Site("layers.0", ""))
+        events = (*(replace(known, name="copy_", site=site) for site in places), known)
+        (found,) = findings(train(events=events), h200, "SYN002")
+        assert found.message.endswith("copy_ in a library, copy_ in layers.0, train.py:20 to")
+        assert found.source == "train.py:20"
+
 
 class TestLoader:
     def loader(self, batch_s: float, **facts: object) -> Loader:

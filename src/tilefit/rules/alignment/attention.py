@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilefit.cost import estimate
 from tilefit.ops import Attention, Gemm, StepOp
 from tilefit.rules.alignment.padding import (
     arithmetic,
@@ -17,7 +16,6 @@ from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.flow import parent
 from tilefit.rules.resize import resize_streams, resized
-from tilefit.units import seconds
 
 #: Head sizes that fused kernels fill completely.
 _HEAD_SIZES = (64, 128)
@@ -70,15 +68,10 @@ class AttentionSizes(Rule):
 
     def _heads(self, context: Context) -> Proposals:
         groups: dict[tuple[int, int, int], list[int]] = {}
-        for index, entry in enumerate(context.step.ops):
-            op = entry.op
+        for index, _, op in context.step.each(Attention):
             # Grouped-query heads are shared by a ratio that another number of heads may not keep.
-            if (
-                isinstance(op, Attention)
-                and op.num_kv_heads == op.num_heads
-                and op.value_dim == op.head_dim
-                and op.head_dim not in _HEAD_SIZES
-            ):
+            is_plain = op.num_kv_heads == op.num_heads and op.value_dim == op.head_dim
+            if is_plain and op.head_dim not in _HEAD_SIZES:
                 groups.setdefault((op.num_heads, op.head_dim, op.seq_len), []).append(index)
         for (heads, head_dim, _), indices in groups.items():
             options = {
@@ -89,26 +82,22 @@ class AttentionSizes(Rule):
                 continue
             best = min(options, key=lambda other: context.replaced_s(options[other]))
             size = heads * head_dim // best
-            entry = context.step.ops[indices[0]]
-            after = estimate(options[best][indices[0]][0].op, context.gpu)
+            first, (after,) = context.step.ops[indices[0]], options[best][indices[0]]
+            faster = context.faster(indices[0], after.op)
             yield Proposal(
                 place=context.place(indices),
                 message=f"{heads} heads of {head_dim} suit the attention kernels less than {best} of {size}",
                 fix=f"Train with {best} heads of {size} (the same width of {heads * head_dim}).",
                 safety=UNSAFE,
                 change=Change(options[best]),
-                arithmetic=(
-                    f"{entry.phase} {entry.op.shape}: {seconds(context.estimate.ops[indices[0]].time_s)} -> "
-                    f"{seconds(after.time_s)} with {best} heads",
-                ),
+                arithmetic=(f"{first.phase} {first.op.shape}: {faster} with {best} heads",),
             )
 
     def _written_out(self, context: Context) -> Proposals:
         step = context.step
         groups: dict[tuple[int, str], list[int]] = {}
-        for index, entry in enumerate(step.ops):
-            op = entry.op
-            if not isinstance(op, Gemm) or op.batch == 1 or entry.parameter:
+        for index, entry, op in step.each(Gemm):
+            if op.batch == 1 or entry.parameter:
                 continue
             for size in dict.fromkeys(operand.leading_dimension for operand in op.operands):
                 if is_misaligned(size, op.dtype) and size in (op.m, op.n, op.k):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tilefit.cost import estimate
 from tilefit.ops import Conv, Step, StepOp
 from tilefit.ops.dtypes import elements_per_access
 from tilefit.rules.alignment.padding import (
@@ -17,7 +16,6 @@ from tilefit.rules.alignment.padding import (
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Replaced, Rule
 from tilefit.rules.layers import Linear, linears
 from tilefit.rules.resize import CHANNEL, resize_features, resize_streams, resized
-from tilefit.units import seconds
 
 
 class ConvChannels(Rule):
@@ -55,27 +53,28 @@ class ConvChannels(Rule):
 
     def check(self, context: Context) -> Proposals:
         for (sizes, dtype), indices in misaligned(context.step).items():
-            yield self._proposal(context, sizes, dtype, indices)
+            yield from self._proposals(context, sizes, dtype, indices)
 
-    def _proposal(self, context: Context, sizes: tuple[int, ...], dtype: str, indices: list[int]) -> Proposal:
+    def _proposals(
+        self, context: Context, sizes: tuple[int, ...], dtype: str, indices: list[int]
+    ) -> Proposals:
         step = context.step
         padding, convolutions = padded(context, sizes, dtype, indices)
+        if context.replaced_s(convolutions) >= context.time_s(indices):
+            return  # what else gains by other sizes is no matter of alignment
         how, safety = with_zeros(step, padding)
         place = context.place(indices)
         lines = []
         for index in indices:
             entry, (after,) = step.ops[index], convolutions[index]
-            old, faster = context.estimate.ops[index], estimate(after.op, context.gpu)
-            lines.append(
-                f"{entry.phase} {entry.op.shape} {dtype}: {old.kernel_family} {seconds(old.time_s)} -> "
-                f"{faster.kernel_family} {seconds(faster.time_s)}"
-            )
+            faster = context.faster(index, after.op, kernels=True)
+            lines.append(f"{entry.phase} {entry.op.shape} {dtype}: {faster}")
         odd = " and ".join(map(str, sizes))
         changes = " and ".join(f"{new} channels instead of {old}" for old, new in padding.items())
         behind = [each for each in behind_convolutions(step) if each[2] in padding]
         features = {size: size // channels * padding[channels] for _, size, channels in behind}
         changes += "".join(f", in_features of {old} -> {new}" for old, new in features.items())
-        return Proposal(
+        yield Proposal(
             place=place,
             message=f"{odd} channels are {misfit(dtype)} in {place.sites} convolutions",
             fix=f"Use {changes} ({how}).",
@@ -83,7 +82,7 @@ class ConvChannels(Rule):
             change=Change(
                 {
                     **resize_streams(step, padding, CHANNEL),
-                    **_depthwise(step.ops, padding),
+                    **_depthwise(step, padding),
                     **resize_features(step, [layer for layer, *_ in behind], features),
                     **convolutions,
                 }
@@ -98,9 +97,8 @@ def misaligned(step: Step) -> dict[tuple[tuple[int, ...], str], list[int]]:
     Numbers that meet in a convolution belong together: it is aligned when both are.
     """
     groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
-    for index, entry in enumerate(step.ops):
-        op = entry.op
-        if not isinstance(op, Conv) or op.groups > 1:
+    for index, _, op in step.each(Conv):
+        if op.groups > 1:
             continue
         few = op.in_channels < elements_per_access(op.dtype)
         own = {op.out_channels} if few else {op.in_channels, op.out_channels}
@@ -148,12 +146,10 @@ def _resized(entry: StepOp, sizes: Mapping[int, int]) -> StepOp:
     return resized(entry, sizes, "out_channels", *own)
 
 
-def _depthwise(ops: tuple[StepOp, ...], sizes: Mapping[int, int]) -> Edits:
+def _depthwise(step: Step, sizes: Mapping[int, int]) -> Edits:
     """The depthwise convolutions between, which carry the same channels."""
     return {
         index: (resized(entry, sizes, "in_channels", "out_channels", "groups"),)
-        for index, entry in enumerate(ops)
-        if isinstance(entry.op, Conv)
-        and entry.op.groups == entry.op.in_channels == entry.op.out_channels
-        and entry.op.groups in sizes
+        for index, entry, op in step.each(Conv)
+        if op.groups == op.in_channels == op.out_channels and op.groups in sizes
     }

@@ -66,8 +66,8 @@ class Group:
                 },
                 **{
                     index: (resized(entry, to, "head_dim", "value_dim"),)
-                    for index, entry in enumerate(step.ops)
-                    if isinstance(entry.op, Attention) and entry.op.head_dim in to
+                    for index, entry, op in step.each(Attention)
+                    if op.head_dim in to
                 },
             },
         )
@@ -93,15 +93,13 @@ def groups(step: Step) -> list[Group]:
         return joined
 
     for layer in layers:
-        sizes = {s for s in (layer.in_features, layer.out_features) if is_misaligned(s, layer.dtype)}
-        if sizes:
+        features = layer.in_features, layer.out_features
+        if sizes := {size for size in features if is_misaligned(size, layer.dtype)}:
             join(sizes, layer.dtype).layers.append(layer)
-    for index, entry in enumerate(step.ops):
-        op = entry.op
-        if isinstance(op, Recurrent):
-            sizes = {s for s in (op.input_size, op.hidden_size, op.proj_size) if is_misaligned(s, op.dtype)}
-            if sizes:
-                join(sizes, op.dtype).recurrent.append(index)
+    for index, _, rnn in step.each(Recurrent):
+        widths = rnn.input_size, rnn.hidden_size, rnn.proj_size
+        if sizes := {size for size in widths if is_misaligned(size, rnn.dtype)}:
+            join(sizes, rnn.dtype).recurrent.append(index)
     for group in groups:
         scored = scores & {layer.out_features for layer in group.layers}
         group.vocabularies = [size for size in group.sizes if size in scored]
@@ -160,7 +158,7 @@ def _is_cut(size: int, widths: Iterable[int]) -> bool:
 
 def _heads(step: Step) -> dict[int, set[int]]:
     """Head sizes, fused or written out, and the widths of what layers make for all heads."""
-    fused = [op for entry in step.ops if isinstance(op := entry.op, Attention)]
+    fused = [op for *_, op in step.each(Attention)]
     heads: dict[int, set[int]] = defaultdict(set)
     for op in (*fused, *(chain.fused for chain in attention_chains(Flow(step)))):
         packed = op.num_heads + 2 * op.num_kv_heads

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from tilefit.cost import estimate
 from tilefit.ops import FORWARD, Conv, Step, StepOp, Streaming
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.units import counted, seconds
+from tilefit.units import counted
 
 #: The least share of the layer's time that is worth a word: the model errs by several per cent on what
 #: distinguishes 3, 4 and 8 channels.
@@ -50,10 +49,10 @@ class FirstConvolution(Rule):
     right = wrong.but("Conv2d(3, ", "Conv2d(8, ").but("256, 3,", "256, 8,")
 
     def check(self, context: Context) -> Proposals:
-        for module, indices in few_channels(context.step).items():
-            yield from self._proposals(context, module, indices)
+        for indices in few_channels(context.step).values():
+            yield from self._proposals(context, indices)
 
-    def _proposals(self, context: Context, module: str, indices: list[int]) -> Proposals:
+    def _proposals(self, context: Context, indices: list[int]) -> Proposals:
         step = context.step
         first = step.ops[indices[0]].op
         assert isinstance(first, Conv)
@@ -63,27 +62,20 @@ class FirstConvolution(Rule):
         new = min(options, key=lambda c: context.replaced_s(options[c]))
         added = new - first.in_channels
         change = options[new]
-        before_s = context.time_s(indices)
-        if context.replaced_s(change) > (1 - _CLEAR_GAIN) * before_s:
+        if context.replaced_s(change) > (1 - _CLEAR_GAIN) * context.time_s(indices):
             return
-        lines = []
-        for index in indices:
-            after = change[index][-1].op
-            lines.append(
-                f"{step.ops[index].phase} {step.ops[index].op.shape}: "
-                f"{seconds(context.estimate.ops[index].time_s)} -> "
-                f"{seconds(estimate(after, context.gpu).time_s)} on {new} channels"
-            )
         yield Proposal(
             place=context.place(indices),
             message=f"the first convolution reads {first.in_channels} channels; {new} would be faster",
-            fix=(
-                f"Give it {new} input channels and pad the images with {counted(added, 'zero channel')}, in "
-                f"the data loader or by F.pad(x, ({'0, 0, ' * len(first.input_size)}0, {added}))."
-            ),
+            fix=f"Give it {new} input channels and pad the images with {counted(added, 'zero channel')}, in "
+            f"the data loader or by F.pad(x, ({'0, 0, ' * len(first.input_size)}0, {added})).",
             safety=SAFE,
             change=Change(change),
-            arithmetic=tuple(lines),
+            arithmetic=tuple(
+                f"{step.ops[index].phase} {step.ops[index].op.shape}: "
+                f"{context.faster(index, change[index][-1].op)} on {new} channels"
+                for index in indices
+            ),
         )
 
 
@@ -91,11 +83,9 @@ def few_channels(step: Step) -> dict[str, list[int]]:
     """Convolutions of images whose pixels have fewer channels than 16 bytes hold, by module."""
     layers: dict[str, list[int]] = {}
     transposed = set()
-    for index, entry in enumerate(step.ops):
-        op = entry.op
+    for index, entry, op in step.each(Conv):
         if (
-            isinstance(op, Conv)
-            and op.groups == 1
+            op.groups == 1
             and op.dtype in TENSOR_CORE_DTYPES
             and op.in_channels < elements_per_access(op.dtype)
         ):

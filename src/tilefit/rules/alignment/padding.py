@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from tilefit.cost import estimate
 from tilefit.ops import FORWARD, Gemm, Step, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
 from tilefit.rules.base import Context, Replaced
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.layers import gemm
 from tilefit.rules.resize import pad
-from tilefit.units import seconds, share
+from tilefit.units import share
 
 #: Element types Tensor Cores multiply in units of 16 bytes.
 TENSOR_CORE_DTYPES = ("fp16", "bf16", "tf32", "fp8", "int8")
@@ -90,12 +89,11 @@ def arithmetic(context: Context, replaced: Replaced, indices: Iterable[int]) -> 
         assert isinstance(op, Gemm)
         assert isinstance(padded, Gemm)
         flop_before, flop_after = flop_before + op.flop, flop_after + padded.flop
-        old, new = context.estimate.ops[index], estimate(padded, context.gpu)
         reason = misaligned_operands(op)
         lines.append(
             f"{entry.phase} {op.layout} {op.shape} {op.dtype}"
             + (f": {reason} not a multiple of {elements_per_access(op.dtype)}" if reason else ": aligned")
-            + f"; {old.kernel_family} {seconds(old.time_s)} -> {new.kernel_family} {seconds(new.time_s)}"
+            + f"; {context.faster(index, padded, kernels=True)}"
         )
     text = counted_lines(lines)
     if flop_before:

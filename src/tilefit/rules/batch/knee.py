@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilefit.cost import curve, estimate_step
-from tilefit.ops import Step
+from tilefit.ops import Gemm, Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.batch.memory import largest_batch
@@ -31,8 +31,10 @@ class BatchBelowKnee(Rule):
 
     Example: a step of 5.2 ms with 8 samples and 5.9 ms with 32: 32 samples take 3.5 times less time each.
 
-    Fix: the batch named. It changes training: adapt the learning rate and its schedule. A program that
-    accumulates gradients takes larger micro-batches, and fewer of them, which changes nothing.
+    Fix: the batch named. It changes training: there are fewer updates for as many samples, which a larger
+    learning rate makes up for as long as gradients of small batches differ much (McCandlish). A program that
+    accumulates gradients takes larger micro-batches, and fewer of them, which changes nothing. A step that
+    multiplies all samples with all (a contrastive loss) is passed over: its work grows with their square.
 
     Sources: NVIDIA, "Linear/Fully-Connected Layers User's Guide", batch size; McCandlish and others, "An
     Empirical Model of Large-Batch Training" (2018), on how far a batch may grow.
@@ -47,7 +49,7 @@ class BatchBelowKnee(Rule):
 
     def check(self, context: Context) -> Proposals:
         step = context.step
-        if not step.batch or not context.estimate.time_s:
+        if not step.batch or not context.estimate.time_s or _pairs_samples(step):
             return
         known = step.memory.peak_bytes > 0
         most = largest_batch(step, context.gpu) if known else _LARGEST_FACTOR * step.batch
@@ -65,6 +67,7 @@ class BatchBelowKnee(Rule):
         if rates[knee] < (1 + _LEAST_GAIN) * rates[1]:
             return
         needed = scaled[knee].memory.peak_bytes
+        end = f"more than {_LARGEST_FACTOR} times the batch was not looked at; " * (factor > _LARGEST_FACTOR)
         yield Proposal(
             place=Place(),
             message=(
@@ -80,11 +83,18 @@ class BatchBelowKnee(Rule):
                     f"{seconds(factor * step.batch / rate)} a step"
                     for factor, rate in rates.items()
                 ),
-                f"memory at {knee * step.batch}: {size(needed)} of {size(context.gpu.memory_bytes)}"
+                f"{end}memory at {knee * step.batch}: {size(needed)} of {size(context.gpu.memory_bytes)}"
                 if known
-                else "memory was not captured: check that the larger batch fits",
+                else f"{end}memory was not captured: check that the larger batch fits",
             ),
         )
+
+
+def _pairs_samples(step: Step) -> bool:
+    """Whether all samples are multiplied with all, as a contrastive loss does: its work is no multiple of the
+    batch's."""
+    products = (op for _, entry, op in step.each(Gemm) if not entry.parameter)
+    return any(op.batch == 1 < step.batch == op.m == op.n for op in products)
 
 
 def _fix(step: Step, factor: int) -> str:
@@ -93,7 +103,7 @@ def _fix(step: Step, factor: int) -> str:
         return f"Put {whole} samples into one call."
     if parts % factor:
         of = f"micro-batches of {whole // parts}" if parts > 1 else f"a batch of {whole}"
-        return f"Use {of} (adapt the learning rate)."
+        return f"Use {of} (fewer updates for as many samples: adapt the learning rate)."
     old, new = f"{parts} micro-batches of {step.batch // parts}", f"micro-batches of {whole // parts}"
     fewer = (
         f"Accumulate {parts // factor} {new}" if parts > factor else f"Take all {step.batch} samples at once"

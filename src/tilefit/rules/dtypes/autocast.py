@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from math import prod
 from typing import Any
@@ -34,22 +35,40 @@ def under_autocast(step: Step, half: str) -> Edits:
 
 def in_fp16(step: Step) -> Edits:
     """What autocast to fp16 changes of a step under bf16 autocast: element types, and the scaler added."""
-    changed = (_in_fp16(entry) for entry in step.ops)
-    pairs = enumerate(zip(step.ops, changed, strict=True))
-    replaced: Edits = {index: (new,) for index, (old, new) in pairs if new != old}
+    replaced = in_types(step, {"bf16": "fp16"})
     if step.settings.training:
         _add_scaler(step, replaced)
     return replaced
 
 
-def _in_fp16(entry: StepOp) -> StepOp:
-    inputs, outputs = (tuple(map(_narrow, refs)) for refs in (entry.inputs, entry.outputs))
-    return replace(entry, op=_narrow(entry.op), inputs=inputs, outputs=outputs)
+def in_types(step: Step, types: Mapping[str, str]) -> Edits:
+    """The operations that are others where every tensor of a type is of another: those, and their bytes."""
+    changed = (_in_types(entry, types) for entry in step.ops)
+    pairs = enumerate(zip(step.ops, changed, strict=True))
+    return {index: (new,) for index, (old, new) in pairs if new != old}
 
 
-def _narrow(what: Any) -> Any:
-    """An operation or tensor with fp16 in the place of bf16."""
-    return replace(what, **{each.name: "fp16" for each in fields(what) if getattr(what, each.name) == "bf16"})
+def _in_types(entry: StepOp, types: Mapping[str, str]) -> StepOp:
+    def exchanged(what: Any) -> Any:
+        values = ((each.name, getattr(what, each.name)) for each in fields(what))
+        return replace(what, **{name: types[value] for name, value in values if value in types})
+
+    inputs, outputs = (tuple(map(exchanged, refs)) for refs in (entry.inputs, entry.outputs))
+    op = exchanged(entry.op)
+    if isinstance(op, Streaming):
+        op = _moving(op, entry, inputs, outputs)
+    return replace(entry, op=op, inputs=inputs, outputs=outputs)
+
+
+def _moving(
+    op: Streaming, entry: StepOp, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef]
+) -> Streaming:
+    """An operation with the bytes of other operands and results than an entry's; by its own type where those
+    are not told, as of a multi-tensor operation."""
+    sides = (op.read_bytes, entry.inputs, inputs), (op.write_bytes, entry.outputs, outputs)
+    ratio = size_bytes(op.dtype) / size_bytes(entry.op.dtype)
+    read_bytes, write_bytes = (_scaled(*side, ratio) for side in sides)
+    return replace(op, read_bytes=read_bytes, write_bytes=write_bytes)
 
 
 class _Autocast:
@@ -58,8 +77,9 @@ class _Autocast:
         self.half = half
         self.dtypes: dict[int, str] = {}
         self.copies: dict[tuple[int, str], TensorRef] = {}  # casts, by what is cast and into what
-        #: Types of what forward operations turned into another, by their site and name, and its elements.
-        self.turned: dict[tuple[Site, str, int], str] = {}
+        #: What forward operations turned into another type, by their site and name, and its elements: its own
+        #: type, and the activations beside it, one of which its gradient is computed from.
+        self.turned: dict[tuple[Site, str, int], list[tuple[str, set[int]]]] = defaultdict(list)
         self.next_id = 1 + max((ref.id for e in step.ops for ref in (*e.inputs, *e.outputs)), default=0)
 
     def run(self) -> Edits:
@@ -81,23 +101,25 @@ class _Autocast:
         elif listed.startswith("fp32"):
             out = "fp32"
             inputs = now if reads_half else [self._cast(entry, ref, out, before) for ref in now]
+        elif entry.phase != FORWARD and is_add(entry) and self.half in {ref.dtype for ref in now}:
+            out = self.half  # gradients of a tensor, of its type
+            inputs = [self._copied(entry, ref, out, before) if ref.dtype == "fp32" else ref for ref in now]
         else:
             inputs, out = now, self._promoted(entry, now)
         if listed and entry.phase != FORWARD:  # autograd's own run without autocast, on what was saved
             out = self._promoted(entry, inputs)
-        if entry.phase == FORWARD:
-            others = (ref for ref in now if ref.dtype in ("fp32", self.half) and ref.dtype != out)
-            self.turned |= {
-                (entry.site, _name(entry), elements(ref)): ref.dtype for ref in others if not ref.parameter
-            }
+        activations = [ref for ref in now if not ref.parameter] if entry.phase == FORWARD else []
+        for ref in activations:
+            if ref.dtype in ("fp32", self.half) and ref.dtype != out:
+                beside = {other.id for other in activations} - {ref.id}
+                self.turned[entry.site, _name(entry), elements(ref)].append((ref.dtype, beside))
         after: list[StepOp] = []
         outputs = [self._made(entry, ref, out, after) for ref in entry.outputs]
         if isinstance(op, Streaming):
-            op = replace(
-                op,
-                read_bytes=_scaled(op.read_bytes, entry.inputs, inputs),
-                write_bytes=_scaled(op.write_bytes, entry.outputs, outputs),
-            )
+            op = _moving(op, entry, inputs, outputs)
+            # As where a step is captured: its kernels' time was learnt by the type of what is largest.
+            largest = max((*inputs, *outputs), key=elements, default=None)
+            out = largest.dtype if largest else out
         op = replace(op, dtype=out)  # type: ignore[type-var]
         changed = replace(entry, op=op, inputs=tuple(inputs), outputs=tuple(outputs))
         return (*before, changed, *after)
@@ -127,7 +149,9 @@ class _Autocast:
         if entry.phase == BACKWARD_WEIGHT:
             own = "fp32"
         elif entry.phase != FORWARD and not is_add(entry):
-            own = self.turned.get((entry.site, _name(entry), elements(ref)), dtype)
+            reads = {other.id for other in entry.inputs}
+            turned = self.turned.get((entry.site, _name(entry), elements(ref)), ())
+            own = next((kind for kind, beside in turned if not beside or beside & reads), dtype)
         made = replace(ref, dtype=dtype)
         self.dtypes[ref.id] = own
         if own == dtype:
@@ -152,9 +176,9 @@ def _name(entry: StepOp) -> str:
     return "" if entry.op.multiplies else _KERNEL.sub("", entry.name)
 
 
-def _scaled(moved: int, old: Iterable[TensorRef], new: Iterable[TensorRef]) -> int:
+def _scaled(moved: int, old: Iterable[TensorRef], new: Iterable[TensorRef], ratio: float) -> int:
     before = tensor_bytes(old)
-    return round(moved * tensor_bytes(new) / before) if before else moved
+    return round(moved * (tensor_bytes(new) / before if before else ratio))
 
 
 def _add_scaler(step: Step, replaced: Edits) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from tilefit.ops import Op, StepOp, Streaming, TensorRef
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
+from tilefit.rules.dtypes.autocast import in_types
 from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, size
-
-_NARROWER = {"fp64": "fp32", "complex128": "complex64"}
 
 
 class Double(Rule):
@@ -41,9 +37,7 @@ class Double(Rule):
 
     def check(self, context: Context) -> Proposals:
         step, gpu = context.step, context.gpu
-        replaced = {
-            index: (_single(entry),) for index, entry in enumerate(step.ops) if entry.op.dtype in _NARROWER
-        }
+        replaced = in_types(step, {"fp64": "fp32", "complex128": "complex64"})
         if not replaced:
             return
         entries = [step.ops[index] for index in replaced]
@@ -59,16 +53,3 @@ class Double(Rule):
                 f"this GPU's fp32 peak is {number(ratio)} times its fp64 peak",
             ),
         )
-
-
-def _single(entry: StepOp) -> StepOp:
-    op = entry.op
-    narrow = _NARROWER[op.dtype]
-    changed: Op = replace(op, dtype=narrow)  # type: ignore[type-var]
-    if isinstance(changed, Streaming):
-        changed = replace(changed, read_bytes=op.read_bytes // 2, write_bytes=op.write_bytes // 2)
-    return replace(entry, op=changed, inputs=_narrowed(entry.inputs), outputs=_narrowed(entry.outputs))
-
-
-def _narrowed(refs: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
-    return tuple(replace(ref, dtype=_NARROWER.get(ref.dtype, ref.dtype)) for ref in refs)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from tilefit.ops import Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
-from tilefit.rules.dtypes.autocast import in_fp16, under_autocast
+from tilefit.rules.dtypes.autocast import in_fp16, in_types, under_autocast
 from tilefit.rules.finding import UNSAFE
 from tilefit.units import number, share
 
@@ -20,7 +20,8 @@ class MixedPrecision(Rule):
     Why it costs time: Half precision doubles the Tensor Cores' rate over TF32 (and is 15 times fp32's on
     the CUDA cores), and activations between the products take half the bytes.
 
-    Arithmetic: The step is estimated again as autocast would run it: products in half precision; a cast
+    Arithmetic: In inference the step is estimated again with all its tensors in half precision. In training
+    it is estimated as autocast would run it: products in half precision; a cast
     of each weight once and of each fp32 activation that enters a product; normalisations, softmax, losses
     and reductions still in fp32; other operations in the type their operands have; weight gradients cast
     back to fp32; with fp16 the gradient scaler's pass. Amdahl's law bounds the gain: if products take the
@@ -65,19 +66,22 @@ class MixedPrecision(Rule):
         scaler = " and a torch.amp.GradScaler" if half == "fp16" and step.settings.training else ""
         name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[half]
         run = f'under torch.autocast("cuda", dtype={name}){scaler}.'
-        fix = f"Run forward and loss {run}"
+        fix, change = f"Run forward and loss {run}", under_autocast(step, half)
+        how = "priced with autocast's casts and with normalisation, softmax and loss left in fp32"
         if not step.settings.training:
-            fix = f"Convert model and inputs once, .to({name}), which saves the casts too; or run it {run}"
+            fix = f"Convert model and inputs once, .to({name}); or, with casts in every call, run it {run}"
+            change = in_types(step, {"fp32": half, "tf32": half})
+            how = f"priced with everything in {half}, converted once"
         yield Proposal(
             place=Place(),
             message=f"products run in {dtype}; in {half} this GPU's peak is {number(ratio)} times as high",
             fix=fix,
             safety=UNSAFE,
-            change=Change(under_autocast(step, half)),
+            change=Change(change),
             arithmetic=(
                 f"products take {share(part)} of the GPU time: infinitely fast, they would make the step "
                 f"{bound} (Amdahl), before bytes saved elsewhere",
-                "priced with autocast's casts and with normalisation, softmax and loss left in fp32",
+                how,
             ),
         )
 

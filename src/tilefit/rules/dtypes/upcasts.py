@@ -115,7 +115,10 @@ def _advice(names: str, half: str, *, reduces: bool) -> str:
         known = "F.rms_norm, F.layer_norm, F.softmax(dtype=torch.float32)"
     else:
         known = 'F.gelu(approximate="tanh"), F.silu'
-    return f"Use a kernel that computes in fp32 inside: {known}, or torch.compile."
+    return (
+        f"Use a kernel that computes in fp32 inside: {known}, or torch.compile; tilefit fix does it where it "
+        "knows what is computed."
+    )
 
 
 def _reduces(entry: StepOp) -> bool:
@@ -198,9 +201,7 @@ def _fused(flow: Flow, region: list[int]) -> StepOp:
 
 def _wide_products(context: Context) -> Proposals:
     step = context.step
-    products = [
-        (i, e.op) for i, e in enumerate(step.ops) if isinstance(e.op, Gemm) and e.site.fallback is None
-    ]
+    products = [(i, op) for i, entry, op in step.each(Gemm) if entry.site.fallback is None]
     halves = [op for _, op in products if op.dtype in HALVES]
     wide = [(i, op) for i, op in products if op.dtype in ("fp32", "tf32")]
     if not wide or sum(op.flop for op in halves) < sum(op.flop for _, op in wide):

@@ -64,14 +64,8 @@ class Depthwise(Rule):
     def check(self, context: Context) -> Proposals:
         step, flow = context.step, Flow(context.step)
         blocks = []
-        for index, entry in enumerate(step.ops):
-            op = entry.op
-            if (
-                isinstance(op, Conv)
-                and op.is_depthwise
-                and op.direction == FORWARD
-                and entry.phase == FORWARD
-            ):
+        for index, entry, op in step.each(Conv):
+            if op.is_depthwise and op.direction == entry.phase == FORWARD:
                 block = _block(flow, index)
                 if block is not None and _gain(context, block) >= _LEAST_GAIN:
                     blocks.append(block)
@@ -142,16 +136,15 @@ def _block(flow: Flow, index: int) -> _Block | None:
     replaced[first] = (replace(step.ops[first], op=merged),)
     parts = depthwise, expand, merged
     module, outer = step.ops[index].site.module, step.ops[first].site.module
-    for i, entry in enumerate(step.ops):
-        if not isinstance(entry.op, Conv) or entry.phase not in (BACKWARD_DATA, BACKWARD_WEIGHT):
+    for i, entry, op in step.each(Conv):
+        if entry.phase not in (BACKWARD_DATA, BACKWARD_WEIGHT):
             continue
-        direction = entry.op.direction
-        own, before, after = (replace(op, direction=direction, bias=False) for op in parts)
-        if entry.site.module == module and entry.op == own:
+        own, before, after = (replace(part, direction=op.direction, bias=False) for part in parts)
+        if entry.site.module == module and op == own:
             replaced[i] = ()
             if entry.phase == BACKWARD_DATA:
                 replaced.update((j, ()) for j in _gradients_after(flow, i))
-        elif entry.site.module == outer and entry.op == before:
+        elif entry.site.module == outer and op == before:
             replaced[i] = (replace(entry, op=after),)
     return _Block(index, expand, depthwise, replaced)
 

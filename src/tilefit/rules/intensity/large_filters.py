@@ -50,17 +50,12 @@ class LargeFilters(Rule):
     right = wrong.but("7, padding=3", "5, padding=2")
 
     def check(self, context: Context) -> Proposals:
-        ops = context.step.ops
-        fallen = {
-            replace(op, direction=FORWARD, bias=False)
-            for entry in ops
-            if isinstance(op := entry.op, Conv) and falls(op, context.gpu)
-        }
-        rows = {
-            index: _rows(entry, op)
-            for index, entry in enumerate(ops)
-            if isinstance(op := entry.op, Conv) and replace(op, direction=FORWARD, bias=False) in fallen
-        }
+        convolutions = [
+            (index, entry, op, replace(op, direction=FORWARD, bias=False))
+            for index, entry, op in context.step.each(Conv)
+        ]
+        fallen = {layer for _, _, op, layer in convolutions if falls(op, context.gpu)}
+        rows = {index: _rows(entry, op) for index, entry, op, layer in convolutions if layer in fallen}
         if not rows:
             return
         before_s = context.time_s(rows)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tilefit.ops import BACKWARD_DATA, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
+from tilefit.rules.alignment.padding import is_misaligned
 from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import (
@@ -21,7 +22,7 @@ from tilefit.rules.flow import (
 from tilefit.rules.layers import gemm
 from tilefit.rules.merging import one_product, one_stream
 from tilefit.rules.sites import pattern
-from tilefit.units import counted
+from tilefit.units import counted, seconds
 
 
 class ParallelProjections(Rule):
@@ -79,9 +80,9 @@ class ParallelProjections(Rule):
             sizes = tuple(gemm(step, call.forward) for call in group)
             by_form[(names, sizes)].append(group)
         for alike in by_form.values():
-            yield self._proposal(flow, alike)
+            yield self._proposal(context, flow, alike)
 
-    def _proposal(self, flow: Flow, groups: list[list[LinearCall]]) -> Proposal:
+    def _proposal(self, context: Context, flow: Flow, groups: list[list[LinearCall]]) -> Proposal:
         step = flow.step
         replaced: Edits = {}
         for group in groups:
@@ -99,9 +100,13 @@ class ParallelProjections(Rule):
         if any(call.backward_data is not None for call in first):
             gone = counted(len(outputs) - 1, "addition")
             lines.append(
-                f"data gradients -> one {m}x{k}x{sum(outputs)}: {gone} of {m}x{k} go; "
+                f"data gradients -> one {m}x{k}x{sum(outputs)}: {gone} of {m}x{k} less; "
                 f"a concatenation of {m}x{sum(outputs)} is new and counted"
             )
+        faster = f"{seconds(context.time_s(replaced))} -> {seconds(context.replaced_s(replaced))}"
+        odd = any(is_misaligned(size, products[0].dtype) for size in outputs)
+        first_that = "; these sizes are misaligned, which costs more: see ALN001" if odd else ""
+        lines.append(f"all that is merged, {counted(len(groups), 'time')}: {faster}{first_that}")
         return Proposal(
             place=Place(pattern(parents), first[0].layer.source, len(parents)),
             message=f"{', '.join(names)} multiply the same input in {len(names)} separate products",

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Step, StepOp, Streaming
+from tilefit.ops.streaming import CONTIGUOUS
 from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.flow import activation, copy_op
 from tilefit.units import seconds
 
 
@@ -30,8 +32,8 @@ class ChannelsLast(Rule):
         model = model.to(memory_format=torch.channels_last)
         images = images.to(memory_format=torch.channels_last)
 
-    Convolution, normalisation and pooling keep the format; ``view`` and ``reshape`` that flatten an image
-    may copy.
+    Convolution, batch normalization and pooling keep the format; group normalization copies images back,
+    which is part of the price; ``view`` and ``reshape`` that flatten an image may copy.
 
     Sources: NVIDIA, "Convolutional Layers User's Guide", tensor layouts; the times are measurements on an
     H200 with cuDNN 9.19.
@@ -52,19 +54,21 @@ class ChannelsLast(Rule):
         if not turned:
             return
         place = context.place(turned)
-        volume = any(len(op.input_size) == 3 for i in turned if isinstance(op := step.ops[i].op, Conv))
+        volume = any(len(op.input_size) == 3 for i, _, op in step.each(Conv) if i in turned)
         memory_format = "torch.channels_last_3d" if volume else "torch.channels_last"
         before_s = context.time_s(turned)
-        conversions = _conversions(step.ops)
-        followers = _followers(step.ops)
+        conversions = _conversions(step)
+        followers = _followers(step)
         follows_s = context.time_s(followers)
+        packed = _packed(step)
+        copies_s = context.replaced_s(packed) - context.time_s(packed)
         many = f"{place.sites} convolutions run" if place.sites > 1 else "1 convolution runs"
         yield Proposal(
             place=place,
             message=f"{many} in NCHW; the Tensor Cores' kernels read NHWC",
             fix=f"Call .to(memory_format={memory_format}) on the model and on its images.",
             safety=SAFE,
-            change=Change({**dict.fromkeys(conversions, ()), **followers, **turned}),
+            change=Change({**dict.fromkeys(conversions, ()), **followers, **packed, **turned}),
             arithmetic=(
                 f"convolutions, all passes: {seconds(before_s)} -> "
                 f"{seconds(context.replaced_s(turned))}"
@@ -74,6 +78,11 @@ class ChannelsLast(Rule):
                     if followers
                     else ""
                 ),
+                *(
+                    [f"group normalization copies its images back to NCHW: {seconds(copies_s)}"]
+                    if packed
+                    else []
+                ),
                 *([f"{len(conversions):,} copies between the two formats fall away"] if conversions else []),
             ),
         )
@@ -82,38 +91,44 @@ class ChannelsLast(Rule):
 def channels_last(step: Step, gpu: Gpu) -> Edits:
     """The convolutions that Tensor Cores would rather have in NHWC, in NHWC; CUDA cores take NCHW as well."""
     return {
-        index: (replace(entry, op=replace(entry.op, channels_last=True)),)
-        for index, entry in enumerate(step.ops)
-        if isinstance(entry.op, Conv)
-        and not entry.op.channels_last
-        and entry.op.dtype in TENSOR_CORE_DTYPES
-        and gpu.supports(entry.op.dtype)
-        and len(entry.op.input_size) > 1
+        index: (replace(entry, op=replace(op, channels_last=True)),)
+        for index, entry, op in step.each(Conv)
+        if not op.channels_last
+        and op.dtype in TENSOR_CORE_DTYPES
+        and gpu.supports(op.dtype)
+        and len(op.input_size) > 1
     }
 
 
-def _followers(ops: tuple[StepOp, ...]) -> Edits:
+def _followers(step: Step) -> Edits:
     """Batch normalization and pooling of images take the format of what they read."""
     return {
         index: (replace(entry, op=replace(op, strided=True)),)
-        for index, entry in enumerate(ops)
-        if isinstance(op := entry.op, Streaming)
-        and not op.strided
+        for index, entry, op in step.each(Streaming)
+        if not op.strided
         and (op.role == "pooling" or (op.role == "normalization" and "batch_norm" in entry.name))
         and any(len(ref.shape) >= 4 for ref in entry.inputs)
     }
 
 
-def _conversions(ops: tuple[StepOp, ...]) -> list[int]:
+def _packed(step: Step) -> Edits:
+    """Group normalization, which has a kernel for NCHW alone: it copies an image in NHWC first."""
+    found: Edits = {}
+    for index, entry, op in step.each(Streaming):
+        image = activation(entry)
+        if op.function.startswith("native_group_norm") and image is not None and len(image.shape) >= 4:
+            copy = replace(copy_op(image, image), strided=True, inner=1, function=CONTIGUOUS)
+            found[index] = (StepOp(copy, entry.phase, entry.site, "aten.clone", (image,)), entry)
+    return found
+
+
+def _conversions(step: Step) -> list[int]:
     """Copies that only turn an image from one format to the other."""
-    convolved = {ref.id for e in ops if isinstance(e.op, Conv) for ref in (*e.inputs, *e.outputs)}
-    return [
-        index
-        for index, entry in enumerate(ops)
-        if isinstance(entry.op, Streaming)
-        and entry.op.role == "copy"
-        and entry.op.strided
-        and all(len(ref.shape) >= 4 for ref in (*entry.inputs, *entry.outputs))
-        and any(ref.id in convolved for ref in (*entry.inputs, *entry.outputs))
-        and len({ref.dtype for ref in (*entry.inputs, *entry.outputs)}) == 1
-    ]
+    convolved = {ref.id for _, entry, _ in step.each(Conv) for ref in (*entry.inputs, *entry.outputs)}
+    found = []
+    for index, entry, op in step.each(Streaming):
+        refs = (*entry.inputs, *entry.outputs)
+        is_of_image = all(len(ref.shape) >= 4 for ref in refs) and any(ref.id in convolved for ref in refs)
+        if op.role == "copy" and op.strided and is_of_image and len({ref.dtype for ref in refs}) == 1:
+            found.append(index)
+    return found

@@ -59,8 +59,8 @@ class LayoutCopies(Rule):
         # Copies around NCHW convolutions go away with LAY001's change.
         images = {
             ref.id
-            for entry in ops
-            if isinstance(entry.op, Conv) and not entry.op.channels_last
+            for _, entry, op in context.step.each(Conv)
+            if not op.channels_last
             for ref in (*entry.inputs, *entry.outputs)
         }
         for (_, source), indices in groups.items():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilefit.cost import estimate
 from tilefit.ops import BACKWARD_WEIGHT, Gemm, StepOp
 from tilefit.rules.alignment.padding import gemm_command
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.rules.layers import Linear, linears
+from tilefit.rules.layers import Linear, gemm, linears
 from tilefit.units import seconds
 
 _TWINS = {"TN": "NN", "NN": "TN"}
@@ -67,12 +66,11 @@ class OperandLayout(Rule):
             indices = sorted(index for layer in members for index in layer.indices)
             turned = {index: (_turned(step.ops[index]),) for index in indices}
             before_s = context.time_s(indices)
-            after_s = sum(estimate(entry.op, context.gpu).time_s for (entry,) in turned.values())
+            after_s = context.replaced_s(turned)
             if after_s >= before_s:
                 continue
-            stored, other = (
-                ("[out, in]", "[in, out]") if _is_linear(step.ops[indices[0]]) else ("[in, out]", "[out, in]")
-            )
+            ways = ("[out, in]", "[in, out]")
+            stored, other = ways if gemm(step, indices[0]).layout == "TN" else ways[::-1]
             yield Proposal(
                 place=Place.of(members, sites=len(members)),
                 message=(
@@ -90,11 +88,6 @@ class OperandLayout(Rule):
             )
 
 
-def _is_linear(entry: StepOp) -> bool:
-    assert isinstance(entry.op, Gemm)
-    return entry.op.layout == "TN"
-
-
 def _turned(entry: StepOp) -> StepOp:
     op = entry.op
     assert isinstance(op, Gemm)
@@ -104,10 +97,7 @@ def _turned(entry: StepOp) -> StepOp:
 
 
 def _line(context: Context, index: int, after: StepOp) -> str:
-    entry = context.step.ops[index]
-    assert isinstance(entry.op, Gemm)
+    phase, op = context.step.ops[index].phase, gemm(context.step, index)
     assert isinstance(after.op, Gemm)
-    return (
-        f"{entry.phase} {entry.op.layout} {entry.op.shape}: {seconds(context.estimate.ops[index].time_s)} -> "
-        f"{after.op.layout} {seconds(estimate(after.op, context.gpu).time_s)}"
-    )
+    before_s, after_s = context.time_s([index]), context.replaced_s({index: (after,)})
+    return f"{phase} {op.layout} {op.shape}: {seconds(before_s)} -> {after.op.layout} {seconds(after_s)}"

@@ -80,10 +80,11 @@ class Unfused(Rule):
         others_s = {
             what: _time_s(kind, step, before) - _time_s(kind, fused, after)
             for kind, what in _OTHER_WORK.items()
+            if kind is not Conv or _in_nhwc(fused) > _in_nhwc(step)
         }
         saved_s = before.time_s - after.time_s
         if before.gpu_time_s > before.host_time_s:  # else it is launches that are saved
-            saved_s -= sum(others_s.values())
+            saved_s = min(saved_s, before.gpu_time_s - after.gpu_time_s - sum(others_s.values()))
         if saved_s < _LEAST_SHARE * before.time_s:
             return  # all the compiler would do is what the alignment and layout rules say
         outside_s = sum(
@@ -101,6 +102,8 @@ class Unfused(Rule):
             for what, time_s in others_s.items()
             if time_s > least_s
         )
+        moved, left_moved = _moved(step), _moved(fused)
+        fewer = ", in fewer kernels" if left_moved >= moved else ""
         left = f"{_count(fused):,} {'is' if _count(fused) == 1 else 'are'} left"
         yield Proposal(
             place=Place(),
@@ -110,7 +113,7 @@ class Unfused(Rule):
             safety=SAFE,
             change=Change(step=fused, rewrite=fuse),
             arithmetic=(
-                f"streaming operations move {size(_moved(step))}; compiled {size(_moved(fused))}{others}",
+                f"streaming operations move {size(moved)}; compiled {size(left_moved)}{fewer}{others}",
                 f"most GPU time is saved in {', '.join(worst)}" if worst else "launches are what is saved",
             ),
         )
@@ -127,6 +130,10 @@ def _streams(entry: StepOp) -> bool:
 
 def _count(step: Step) -> int:
     return sum(map(_streams, step.ops))
+
+
+def _in_nhwc(step: Step) -> int:
+    return sum(op.channels_last for *_, op in step.each(Conv))
 
 
 def _time_s(kind: type[Op], step: Step, estimate: StepEstimate) -> float:

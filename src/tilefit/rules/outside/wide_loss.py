@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilefit.ops import FORWARD, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
-from tilefit.rules.finding import ADVICE
+from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, elements, linear_calls, tensor_bytes
 from tilefit.rules.layers import gemm
 from tilefit.rules.merging import instead
@@ -89,8 +89,9 @@ class WideLoss(Rule):
                 place=Place.of([call.layer]),
                 message=f"{op.m} x {op.n} logits pass through {len(chain)} kernels, in fp32",
                 fix="Use a fused cross-entropy that reads the logits in half precision and writes their "
-                "gradient over them, such as Liger Kernel's (chunked over rows it also saves their memory).",
-                safety=ADVICE,
+                "gradient over them: compile the loss alone, as tilefit fix does (fuse-loss), or take Liger "
+                "Kernel's (chunked over rows it also saves their memory).",
+                safety=SAFE,
                 change=Change(instead(chain, kernel)),
                 arithmetic=(
                     f"{size(moved)} moved; fused {size(fused.moved_bytes)}",

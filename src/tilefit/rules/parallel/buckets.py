@@ -33,22 +33,15 @@ class SmallMessages(Rule):
 
     code = "PAR002"
     title = "gradients summed up in small messages"
-    wrong = Case(
-        program="""
-        import torch
-        from torch import distributed, nn
-
+    wrong = Case.training(
+        """
         distributed.init_process_group("nccl")
         layers = [layer for _ in range(48) for layer in (nn.Linear(512, 512), nn.GELU())]
         net = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to("cuda"), bucket_cap_mb=0.1)
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(4096, 512, device="cuda")
-        for step in range(100):
-            optimizer.zero_grad()
-            net(x).mean().backward()
-            optimizer.step()
         """,
-        options="--ranks 8",
+        4096,
+        512,
+        "--ranks 8",
     )
     right = wrong.but(", bucket_cap_mb=0.1", "")
 

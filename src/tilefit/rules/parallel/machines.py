@@ -34,10 +34,8 @@ class AcrossMachines(Rule):
 
     code = "PAR005"
     title = "tensor-parallel ranks in several machines"
-    wrong = Case(
-        program="""
-        import torch
-        from torch import nn
+    wrong = Case.training(
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -46,14 +44,10 @@ class AcrossMachines(Rule):
         net = nn.Sequential(*layers).to("cuda")
         for layer in net:
             parallelize_module(layer, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(4096, 8192, device="cuda")
-        for step in range(100):
-            optimizer.zero_grad()
-            net(x).mean().backward()
-            optimizer.step()
         """,
-        options="--ranks 16",
+        4096,
+        8192,
+        "--ranks 16",
     )
     right = wrong.but('(8, 2), mesh_dim_names=("tp", "dp")', '(2, 8), mesh_dim_names=("dp", "tp")')
 

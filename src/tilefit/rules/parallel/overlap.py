@@ -36,32 +36,24 @@ class SumsBehind(Rule):
 
     code = "PAR003"
     title = "gradients summed up after the backward pass"
-    wrong = Case(
-        program="""
-        import torch
-        from torch import distributed, nn
-
+    _plain = Case.training(
+        """
         distributed.init_process_group("nccl")
         layers = [layer for _ in range(12) for layer in (nn.Linear(4096, 4096), nn.GELU())]
         net = nn.Sequential(*layers).to("cuda")
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(8192, 4096, device="cuda")
-        for step in range(100):
-            optimizer.zero_grad()
-            net(x).mean().backward()
-            for parameter in net.parameters():
-                distributed.all_reduce(parameter.grad)
-            optimizer.step()
         """,
-        options="--ranks 8",
+        8192,
+        4096,
+        "--ranks 8",
     )
-    right = wrong.but(
-        'net = nn.Sequential(*layers).to("cuda")',
-        'net = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to("cuda"))',
-    ).but(
-        "\n            for parameter in net.parameters():"
-        "\n                distributed.all_reduce(parameter.grad)",
-        "",
+    wrong = _plain.but(
+        "    optimizer.step()",
+        "    for parameter in net.parameters():\n"
+        "        distributed.all_reduce(parameter.grad)\n    optimizer.step()",
+    )
+    right = _plain.but(
+        'nn.Sequential(*layers).to("cuda")',
+        'nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to("cuda"))',
     )
 
     def check(self, context: Context) -> Proposals:

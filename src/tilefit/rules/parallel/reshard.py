@@ -36,10 +36,8 @@ class GatheredAgain(Rule):
 
     code = "PAR004"
     title = "parameters gathered twice"
-    wrong = Case(
-        program="""
-        import torch
-        from torch import distributed, nn
+    wrong = Case.training(
+        """
         from torch.distributed.fsdp import fully_shard
 
         distributed.init_process_group("nccl")
@@ -48,14 +46,10 @@ class GatheredAgain(Rule):
         for layer in net:
             fully_shard(layer, reshard_after_forward=True)
         fully_shard(net)
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(256, 4096, device="cuda")
-        for step in range(100):
-            optimizer.zero_grad()
-            net(x).mean().backward()
-            optimizer.step()
         """,
-        options="--ranks 8",
+        256,
+        4096,
+        "--ranks 8",
     )
     right = wrong.but("reshard_after_forward=True", "reshard_after_forward=False")
 

@@ -33,22 +33,15 @@ class NothingUnused(Rule):
 
     code = "PAR006"
     title = "a search for unused parameters"
-    wrong = Case(
-        program="""
-        import torch
-        from torch import distributed, nn
-
+    wrong = Case.training(
+        """
         distributed.init_process_group("nccl")
         net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).to("cuda")
         net = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(1024, 1024, device="cuda")
-        for step in range(100):
-            optimizer.zero_grad()
-            net(x).mean().backward()
-            optimizer.step()
         """,
-        options="--ranks 8",
+        1024,
+        1024,
+        "--ranks 8",
     )
     right = wrong.but(", find_unused_parameters=True", "")
 

@@ -9,7 +9,7 @@ from tilefit.ops import HostEvent
 from tilefit.ops.program import TO_GPU
 from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, SAFE
-from tilefit.rules.program.events import free, listed, named, with_events
+from tilefit.rules.program.events import first_line, free, listed, named, with_events
 from tilefit.units import counted, seconds, size
 
 #: A copy below this takes longer to be asked for than to be made: at the 24 GB/s of PCIe 4.0, 22 us are as
@@ -73,7 +73,7 @@ class BlockingCopies(Rule):
             together = replace(small[0], bytes=sum(event.bytes for event in small))
             others = (event for event in events if event not in small)
             yield Proposal(
-                place=Place(source=small[0].site.source),
+                place=Place(source=first_line(small)),
                 message=f"{len(small)} small copies to the GPU: {listed(named(small))}",
                 fix="Put them together on the host (torch.stack) and copy once, or make them on the GPU.",
                 safety=ADVICE,
@@ -89,7 +89,7 @@ class BlockingCopies(Rule):
         )
         pin = "Load into page-locked memory (DataLoader's pin_memory=True) and copy" if pageable else "Copy"
         return Proposal(
-            place=Place(source=wrong[0].site.source),
+            place=Place(source=first_line(wrong)),
             message=f"copies to the GPU make the host wait {counted(len(wrong), 'time')} a step: "
             f"{listed(named(wrong))}",
             fix=f"{pin} with non_blocking=True; what is made on the host can be made on the GPU (device=).",

@@ -34,22 +34,13 @@ class Debugging(Rule):
 
     code = "ANO001"
     title = "debugging left on"
-    wrong = Case(
-        program="""
-        import torch
-        from torch import nn
-        from torch.nn import functional as F
-
+    wrong = Case.training(
+        """
         torch.autograd.set_detect_anomaly(True)
         net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24))).to("cuda")
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(16384, 1024, device="cuda")
-        for step in range(100):
-            optimizer.zero_grad()
-            loss = F.mse_loss(net(x), x)
-            loss.backward()
-            optimizer.step()
-        """
+        """,
+        16384,
+        1024,
     )
     right = wrong.but("set_detect_anomaly(True)", "set_detect_anomaly(False)")
 

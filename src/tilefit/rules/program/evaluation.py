@@ -25,15 +25,9 @@ class Evaluation(Rule):
 
     code = "GRD002"
     title = "evaluation with gradients on"
-    wrong = Case(
-        program="""
-        import torch
-        from torch import nn
-        from torch.nn import functional as F
-
+    wrong = Case.training(
+        """
         net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).to("cuda")
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(4096, 1024, device="cuda")
 
 
         def evaluate():
@@ -43,15 +37,11 @@ class Evaluation(Rule):
             return loss
 
 
-        for step in range(100):
-            evaluate()
-            optimizer.zero_grad()
-            loss = F.mse_loss(net(x), x)
-            loss.backward()
-            optimizer.step()
-        """
-    )
-    right = wrong.but("def evaluate", "@torch.no_grad()\n        def evaluate")
+        """,
+        4096,
+        1024,
+    ).but("    optimizer.zero_grad()", "    evaluate()\n    optimizer.zero_grad()")
+    right = wrong.but("def evaluate", "@torch.no_grad()\ndef evaluate")
 
     def check(self, context: Context) -> Proposals:
         for first, *_ in habits(context.step, "evaluates_with_gradients"):

@@ -29,9 +29,20 @@ def with_events(step: Step, events: Iterable[HostEvent]) -> Change:
 
 
 def named(events: Iterable[HostEvent]) -> list[str]:
-    """Each line with what it calls, how often: ``train.py:41 item``, ``train.py:52 to (3 times)``."""
-    times = Counter(f"{event.site.source.rpartition('/')[2]} {event.name}".strip() for event in events)
+    """Each line with what it calls, how often: ``train.py:41 item``, ``train.py:52 to (3 times)``; where no
+    line of the program is known, ``copy in layers.0`` or ``copy in a library``."""
+    times = Counter(
+        f"{event.site.source.rpartition('/')[2]} {event.name}".rstrip()
+        if event.site.source
+        else f"{event.name or 'a call'} in {event.site.module or 'a library'}"
+        for event in events
+    )
     return [what if number == 1 else f"{what} ({count(number)} times)" for what, number in times.items()]
+
+
+def first_line(events: Iterable[HostEvent]) -> str:
+    """The first line that is known of some events."""
+    return next((event.site.source for event in events if event.site.source), "")
 
 
 def listed(what: list[str], most: int = 4) -> str:

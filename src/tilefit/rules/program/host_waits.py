@@ -6,7 +6,7 @@ from tilefit.ops.program import EARLIER, TO_GPU
 from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.outside.optimizer import unfused_updates
-from tilefit.rules.program.events import free, listed, named, waits, with_events
+from tilefit.rules.program.events import first_line, free, listed, named, waits, with_events
 from tilefit.units import counted, seconds
 
 #: The read of a ``GradScaler``, and the reads of anomaly mode, which has a rule of its own.
@@ -114,7 +114,7 @@ class HostWaits(Rule):
             f"for the other {seconds(estimate.time_s)}"
         ]
         yield Proposal(
-            place=Place(source=gone[0].site.source),
+            place=Place(source=first_line(gone)),
             message=f"the host waits for the GPU {counted(len(gone), 'time')} a step: {listed(named(gone))}",
             fix=" ".join(cure for cure, number in cures.items() if number),
             safety=ADVICE,

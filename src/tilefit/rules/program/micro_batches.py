@@ -28,31 +28,23 @@ class SynchronizedMicroBatches(Rule):
 
     code = "GRD003"
     title = "gradients reduced in every micro-batch"
-    wrong = Case(
-        program="""
-        import contextlib
-
-        import torch
-        from torch import distributed, nn
-        from torch.nn import functional as F
+    wrong = Case.training(
+        """
+        from contextlib import nullcontext
 
         distributed.init_process_group("nccl")
         net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).to("cuda")
         net = nn.parallel.DistributedDataParallel(net)
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(1024, 1024, device="cuda")
-        for step in range(100):
-            optimizer.zero_grad()
-            for micro in range(4):
-                apart = contextlib.nullcontext()
-                with apart:
-                    loss = F.mse_loss(net(x), x) / 4
-                    loss.backward()
-            optimizer.step()
         """,
-        options="--ranks 8",
+        1024,
+        1024,
+        "--ranks 8",
+    ).but(
+        "    loss = F.mse_loss(net(x), x)\n    loss.backward()",
+        "    for micro in range(4):\n        with nullcontext():\n"
+        "            loss = F.mse_loss(net(x), x) / 4\n            loss.backward()",
     )
-    right = wrong.but("contextlib.nullcontext()", "net.no_sync() if micro < 3 else contextlib.nullcontext()")
+    right = wrong.but("with nullcontext()", "with net.no_sync() if micro < 3 else nullcontext()")
 
     def check(self, context: Context) -> Proposals:
         step = context.step

@@ -57,18 +57,12 @@ class ParameterLoop(Rule):
 
     code = "FOR001"
     title = "a loop over the parameters"
-    wrong = Case(
-        program="""
-        import copy
-
-        import torch
-        from torch import nn
-        from torch.nn import functional as F
+    wrong = Case.training(
+        """
+        from copy import deepcopy
 
         net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24))).to("cuda")
-        averaged = copy.deepcopy(net).requires_grad_(False)
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(256, 256, device="cuda")
+        averaged = deepcopy(net).requires_grad_(False)
 
 
         @torch.no_grad()
@@ -77,17 +71,13 @@ class ParameterLoop(Rule):
                 mean.lerp_(value, 1 - decay)
 
 
-        for step in range(100):
-            optimizer.zero_grad()
-            loss = F.mse_loss(net(x), x)
-            loss.backward()
-            optimizer.step()
-            average()
-        """
-    )
+        """,
+        256,
+        256,
+    ).but("    optimizer.step()", "    optimizer.step()\n    average()")
     right = wrong.but(
         """for mean, value in zip(averaged.parameters(), net.parameters()):
-                mean.lerp_(value, 1 - decay)""",
+        mean.lerp_(value, 1 - decay)""",
         "torch._foreach_lerp_(list(averaged.parameters()), list(net.parameters()), 1 - decay)",
     )
 

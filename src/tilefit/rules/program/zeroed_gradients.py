@@ -30,23 +30,10 @@ class ZeroedGradients(Rule):
 
     code = "GRD001"
     title = "gradients zeroed instead of dropped"
-    wrong = Case(
-        program="""
-        import torch
-        from torch import nn
-        from torch.nn import functional as F
-
-        net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24))).to("cuda")
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        x = torch.randn(256, 2048, device="cuda")
-        for step in range(100):
-            optimizer.zero_grad(set_to_none=False)
-            loss = F.mse_loss(net(x), x)
-            loss.backward()
-            optimizer.step()
-        """
+    right = Case.training(
+        'net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24))).to("cuda")', 256, 2048
     )
-    right = wrong.but("set_to_none=False", "set_to_none=True")
+    wrong = right.but("zero_grad()", "zero_grad(set_to_none=False)")
 
     def check(self, context: Context) -> Proposals:
         step = context.step

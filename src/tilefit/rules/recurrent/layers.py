@@ -17,12 +17,11 @@ Layers = dict[Recurrent, list[tuple[str, list[int]]]]
 def recurrent_layers(step: Step) -> Layers:
     """All of them."""
     layers: dict[tuple[str, Recurrent], list[int]] = defaultdict(list)
-    for index, entry in enumerate(step.ops):
-        if isinstance(entry.op, Recurrent):
-            layers[entry.site.module, replace(entry.op, direction=FORWARD)].append(index)
+    for index, entry, op in step.each(Recurrent):
+        layers[entry.site.module, replace(op, direction=FORWARD)].append(index)
     by_layer: Layers = defaultdict(list)
-    for (module, op), indices in layers.items():
-        by_layer[op].append((module, indices))
+    for (module, layer), indices in layers.items():
+        by_layer[layer].append((module, indices))
     return by_layer
 
 
