@@ -68,6 +68,26 @@ class Modes:
         convs = [entry.op for entry in self.recorder.ops if entry.op.kind == "conv"]
         return bool(convs) and all(getattr(op, "channels_last", False) for op in convs)
 
+    @property
+    def trains(self) -> bool:
+        """Whether more than a forward pass ran."""
+        return any(entry.phase != FORWARD for entry in self.recorder.ops)
+
+    def settings(self, **known: Any) -> Settings:
+        """How the step ran, as far as was seen; ``known`` are fields that somebody knows better."""
+        seen = {
+            "training": self.trains,
+            "amp": self.amp_seen,
+            "tf32": self.recorder.tf32_matmul,
+            "optimizer": self.steps.name,
+            "fused_optimizer": self.steps.fused,
+            "channels_last": self.channels_last_seen,
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "split": self.split,
+            "recompiled": self.recompiled,
+        }
+        return Settings(**{**seen, **known})
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within the block, what runs is the step; what it raises is told in the user's words."""
