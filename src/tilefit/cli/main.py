@@ -61,7 +61,17 @@ def command(*verbs: str) -> Any:
             app.add_typer(module.app)
         else:
             app.command(**getattr(module, "SETTINGS", {}))(getattr(module, verb))
-    return typer.main.get_command(app)
+    made = typer.main.get_command(app)
+    _unwrap(made)
+    return made
+
+
+def _unwrap(command: Any) -> None:
+    """Make each paragraph of the help one line: it is broken where the terminal ends, not where code is."""
+    paragraphs = (command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    for each in getattr(command, "commands", {}).values():
+        _unwrap(each)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
