@@ -539,8 +539,6 @@ def _row_length(call: Call) -> int:
     """Elements that a lookup moves together."""
     x = call.inputs[0]
     match call.packet.rstrip("_"):
-        case "embedding" | "embedding_dense_backward":
-            return int(x.shape[-1])
         case "index_select" | "index_add" | "index_copy":
             return prod(x.shape[call.named("dim") % x.dim() + 1 :]) if x.dim() else 1
         case "index":
