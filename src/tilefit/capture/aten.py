@@ -64,8 +64,8 @@ class Call:
 
     @property
     def mutated(self) -> list[torch.Tensor]:
-        """The tensors that it writes into."""
-        return list(Schema.of(self.func).written(self.args, self.kwargs))
+        """The tensors that it writes into; those of ``out`` count as read."""
+        return list(Schema.of(self.func).written(self.args, {}))
 
     def named(self, name: str) -> Any:
         """An argument by its name in the schema; None if the operation has none of that name."""
