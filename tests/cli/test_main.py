@@ -167,6 +167,20 @@ def test_an_interrupt_ends_quietly(tilefit, monkeypatch: pytest.MonkeyPatch) -> 
     assert (ran.code, ran.err) == (130, "")
 
 
+def test_an_interrupt_while_it_ends_is_as_quiet() -> None:
+    ran = _python(
+        "import atexit, os, signal\n"
+        "from tilefit import gpus\n"
+        "from tilefit.cli.main import main\n"
+        "def names():\n"
+        "    raise KeyboardInterrupt\n"
+        "gpus.names = names\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "main(['gpu'])\n"
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_an_interrupt_while_a_model_is_captured_ends_quietly(tmp_path: Path) -> None:
     started = tmp_path / "started"
     model = tmp_path / "slow.py"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -84,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets one that is like it, not a crash.
         stream.reconfigure(errors="likened")  # type: ignore[union-attr]
-    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+    code = _run(list(sys.argv[1:] if arguments is None else arguments))
+    if code == INTERRUPTED:  # once more ends what is left at once, and without a word
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
 
 
 def _likened(error: UnicodeError) -> tuple[str, int]:
