@@ -143,6 +143,7 @@ def test_inputs_are_synthesised_where_the_user_says_which(file: Path) -> None:
         ("{file}:text", TargetError, "is of type str, which cannot be called", ""),
         ("{file}:model", UsageError, "without inputs", "--input"),
         ("gpt2", UsageError, "cannot read the target", "file.py:factory"),
+        ("", UsageError, "cannot read the target ''", "file.py:factory"),
         ("{file}", UsageError, "is a program", "net.py:build_model"),
         ("hf:", UsageError, "cannot read the target", "hf:"),
         ("hf:gpt22", TargetError, "no model type 'gpt22'", "gpt2"),
