@@ -1,10 +1,10 @@
-"""Runs the commands that the README and the guide show, and writes what they print under them.
+"""Runs the commands and the Python that the README and the guide show, and writes what they print under them.
 
     PYTHONPATH=src python benchmarks/console_blocks.py [PAGE…]
 
 A block of commands between ``<!-- begin -->`` and ``<!-- end -->`` shows what a machine without a GPU prints:
 each line that begins with ``$`` is run, one after the other in a folder with the examples, and what follows
-it is replaced. The tests run the same commands and compare.
+it is replaced. So is a block of text right behind one of Python. The tests run the same and compare.
 """
 
 from __future__ import annotations
@@ -24,6 +24,22 @@ Run = Callable[[list[str], Path, dict[str, str]], tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 _BLOCK = re.compile(r"(?<=^<!-- begin -->\n```console\n).*?(?=^```\n<!-- end -->$)", re.MULTILINE | re.DOTALL)
+
+#: Python, and what it prints.
+_PYTHON = re.compile(
+    r"(^```python\n((?:(?!```).*\n)*)```\n\n```text\n)((?:(?!```).*\n)*)(?=```$)", re.MULTILINE
+)
+
+
+def programs(page: Path) -> list[tuple[str, str]]:
+    """The page's Python whose output it shows, and that."""
+    return [(code, text) for _, code, text in _PYTHON.findall(page.read_text(encoding="utf-8"))]
+
+
+def output(code: str) -> str:
+    """What Python prints today."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _printed(["python", "-c", code], Path(folder), in_a_process)
 
 
 def blocks(page: Path) -> list[str]:
@@ -70,7 +86,8 @@ def in_a_process(command: list[str], folder: Path, variables: dict[str, str]) ->
 def main() -> None:
     for page in map(Path, sys.argv[1:] or PAGES):
         text = page.read_text(encoding="utf-8")
-        page.write_text(_BLOCK.sub(lambda block: rerun(block.group()), text), encoding="utf-8")
+        text = _BLOCK.sub(lambda block: rerun(block.group()), text)
+        page.write_text(_PYTHON.sub(lambda shown: shown[1] + output(shown[2]), text), encoding="utf-8")
 
 
 if __name__ == "__main__":

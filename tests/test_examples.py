@@ -80,11 +80,26 @@ def test_python_in_the_documentation_runs(
         exec(compile(code, name, "exec"), {})
 
 
+@pytest.mark.parametrize(
+    ("code", "text"), [shown for page in PAGES for shown in console_blocks.programs(page)], ids=_name
+)
+def test_python_in_the_documentation_prints_what_stands_there(code: str, text: str) -> None:
+    _require_its_torch()
+    rounding = re.compile(r"\d\.\de-\d\d")  # which CPUs do in orders of their own
+    printed = rounding.sub("…", console_blocks.output(code))
+    assert printed == rounding.sub("…", text), "run benchmarks/console_blocks.py"
+
+
 @pytest.mark.parametrize(("name", "text"), _blocks("toml"), ids=_name)
 def test_configuration_in_the_documentation_is_understood(name: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "pyproject.toml"
     path.write_text(text, encoding="utf-8")
     assert parse(path).gpu
+
+
+def _require_its_torch() -> None:
+    if f"torch=={torch.__version__.partition('+')[0]}\n" not in (ROOT / "constraints.txt").read_text():
+        pytest.skip("written with the version of torch in constraints.txt; others run other kernels")
 
 
 def _console_blocks() -> list[tuple[str, str]]:
@@ -118,8 +133,7 @@ def here(capfd: pytest.CaptureFixture[str]) -> console_blocks.Run:
 def test_commands_in_the_documentation_print_what_stands_there(
     name: str, block: str, here: console_blocks.Run
 ) -> None:
-    if f"torch=={torch.__version__.partition('+')[0]}\n" not in (ROOT / "constraints.txt").read_text():
-        pytest.skip("written with the version of torch in constraints.txt; others run other kernels")
+    _require_its_torch()
     if "hf:" in block:
         pytest.importorskip("transformers")
     whole_way = name.startswith("README")

@@ -18,9 +18,10 @@ def test_named_inputs_are_a_mapping() -> None:
 
 
 def test_inputs_without_names_are_positional_and_a_scalar_has_no_sizes() -> None:
-    inputs = parse_inputs(["bf16[2,3]", "float64[]", "half[4]", "long[1]"])
+    inputs = parse_inputs(["bf16[2,3]", "float64[]", "half[4]", "long[1]", "double[2]", "fp8[5]"])
     assert [(tuple(t.shape), t.dtype) for t in inputs] == [
         ((2, 3), torch.bfloat16), ((), torch.float64), ((4,), torch.float16), ((1,), torch.int64),
+        ((2,), torch.float64), ((5,), torch.float8_e4m3fn),
     ]  # fmt: skip
 
 

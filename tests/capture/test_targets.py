@@ -61,6 +61,7 @@ text = "not a factory"
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "net.py"
     path.write_text(MODEL, encoding="utf-8")
+    (tmp_path / "empty.py").touch()
     return path
 
 
@@ -98,6 +99,13 @@ def test_a_module_is_imported_by_its_name(file: Path, monkeypatch: pytest.Monkey
     assert _load("importable_net:pair").name == "importable_net:pair"
 
 
+def test_a_folder_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TargetError, match="only_a_folder is a folder"):
+        _load("only_a_folder:build")
+
+
 def test_a_file_may_be_called_like_a_module_that_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / f"{json.__name__}.py"
     path.write_text(MODEL, encoding="utf-8")
@@ -123,16 +131,19 @@ def test_inputs_are_synthesised_where_the_user_says_which(file: Path) -> None:
     [
         ("{file}:pare", TargetError, "has no 'pare'", "Did you mean 'pair'?"),
         ("{file}:zzzzzz", TargetError, "has no 'zzzzzz'", "It has: "),
+        ("{folder}/empty.py:build", TargetError, "has no 'build'", "It has: no function."),
+        ("{folder}", TargetError, "is a folder", "Name a file in it."),
         ("{folder}/nett.py:pair", TargetError, "there is no file", "net.py"),
         ("no_such_package.x:f", TargetError, "there is no module 'no_such_package'", ""),
         ("{file}:broken", TargetError, "raised ValueError: no such thing", ""),
         ("{file}:missing", TargetError, "No module named 'no_such_package'", "-m pip"),
         ("{file}:elsewhere", TargetError, "No such file or directory: 'config.json'", "that tilefit runs in"),
         ("{file}:triple", TargetError, "returned 3 values", "(model, inputs)"),
-        ("{file}:number", TargetError, "returned a int", "(model, inputs)"),
-        ("{file}:text", TargetError, "is a str", ""),
+        ("{file}:number", TargetError, "returned a value of type int", "(model, inputs)"),
+        ("{file}:text", TargetError, "is of type str, which cannot be called", ""),
         ("{file}:model", UsageError, "without inputs", "--input"),
         ("gpt2", UsageError, "cannot read the target", "file.py:factory"),
+        ("", UsageError, "cannot read the target ''", "file.py:factory"),
         ("{file}", UsageError, "is a program", "net.py:build_model"),
         ("hf:", UsageError, "cannot read the target", "hf:"),
         ("hf:gpt22", TargetError, "no model type 'gpt22'", "gpt2"),

@@ -11,7 +11,7 @@ import typer
 
 from tilefit.cli import bench, compare
 from tilefit.errors import TilefitError, UsageError
-from tilefit.measure.store import Store
+from tilefit.measure.store import Store, default_path
 
 Run = Callable[..., str]
 APP = typer.Typer()
@@ -129,7 +129,11 @@ def test_what_is_no_verb_is_a_model(run: Run, tmp_path: Path) -> None:
     assert "8x32x16" in output
 
 
-def test_a_corrupt_store_is_reported(run: Run, store: Path) -> None:
+def test_a_corrupt_store_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TILEFIT_STORE", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    store = default_path()
+    store.parent.mkdir()
     store.write_bytes(b"nonsense" * 1000)
     output = run("bench", "gemm", "8", "8", "8", "--dtype", "fp32", "--on-cpu")
     assert "was corrupt" in output

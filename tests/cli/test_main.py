@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,15 @@ def test_without_a_verb_the_help_is_shown(tilefit) -> None:
     assert ran.code == 2
     assert "check" in ran.out
     assert "error" not in ran.err
+
+
+@pytest.mark.parametrize("verb", ["check", "sweep", "plan", "precision", "profile"])
+def test_paragraphs_of_the_help_fill_its_width(tilefit, verb: str) -> None:
+    text = tilefit(verb, "--help").out.partition("╭")[0].splitlines()
+    lines = [line.strip() for line in text]
+    for line, following in pairwise(lines):
+        if line and following:
+            assert len(line) + 1 + len(following.split()[0]) > 78, line
 
 
 def test_a_name_of_several_gpus_says_which_it_took(tilefit) -> None:
@@ -155,6 +165,20 @@ def test_an_interrupt_ends_quietly(tilefit, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("tilefit.gpus.names", _failing(KeyboardInterrupt()))
     ran = tilefit("gpu")
     assert (ran.code, ran.err) == (130, "")
+
+
+def test_an_interrupt_while_it_ends_is_as_quiet() -> None:
+    ran = _python(
+        "import atexit, os, signal\n"
+        "from tilefit import gpus\n"
+        "from tilefit.cli.main import main\n"
+        "def names():\n"
+        "    raise KeyboardInterrupt\n"
+        "gpus.names = names\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "main(['gpu'])\n"
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_an_interrupt_while_a_model_is_captured_ends_quietly(tmp_path: Path) -> None:

@@ -22,3 +22,27 @@ def test_what_takes_long_gets_a_line_where_nobody_watches(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == "Choosing fixes: pad-linear …\n"
+
+
+def test_how_much_of_several_is_done_gets_a_line_where_nobody_watches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(output, "_EVERY_S", 0.5)
+    for item in output.watched("Capturing", range(3), 3):
+        time.sleep(0.3 if item < 2 else 0.0)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines()[0] == "Capturing …"
+    time.sleep(0.3)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_long_line_of_sizes_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(output, "_EVERY_S", 0.3)
+    for _ in output.watched("Capturing", range(4), 4):
+        time.sleep(0.4)
+    assert "Capturing: 2 of 4 …" in capsys.readouterr().err.splitlines()

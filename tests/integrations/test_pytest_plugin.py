@@ -211,8 +211,8 @@ def test_what_wastes_or_fails_by_itself_fails(outcomes, name: str, said: str) ->
     ("name", "message"),
     [
         ("test_that_returns_nothing", "this one returned nothing"),
-        ("test_that_returns_a_number", "this one returned a int"),
-        ("test_that_is_async", "this one returned a coroutine"),
+        ("test_that_returns_a_number", "this one returned a value of type int"),
+        ("test_that_is_async", "this one returned a value of type coroutine"),
         ("test_unknown_gpu", "unknown GPU 'a101'"),
         ("test_no_share", "max_waste is 'lots'"),
         ("test_no_argument", "the mark tilefit takes no max_wast; it takes, by name: gpu, max_waste, rules,"),

@@ -85,9 +85,11 @@ def test_an_interrupted_writer_leaves_what_it_finished(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["text", "torn page"])
 def test_a_corrupt_store_is_set_aside_and_kept(
-    path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TILEFIT_STORE", str(path))
+    monkeypatch.delenv("TILEFIT_STORE", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path = default_path()
     with Store(path) as store:
         store.add([measured(Gemm(m, 8, 8)) for m in range(1, 300)])
     content = bytearray(path.read_bytes())
@@ -106,10 +108,14 @@ def test_a_corrupt_store_is_set_aside_and_kept(
         assert len(store) == 1
 
 
-@pytest.mark.parametrize("kind", ["text", "another program's database"])
-def test_a_file_that_is_no_store_is_left_alone(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["text", "text of the variable", "another program's database"])
+def test_a_file_that_is_no_store_is_left_alone(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "results.csv"
-    if kind == "text":
+    if kind == "text of the variable":
+        monkeypatch.setenv("TILEFIT_STORE", str(path))
+    if kind.startswith("text"):
         path.write_text("model,seconds\nmine,1.0\n")
     else:
         connection = sqlite3.connect(path)

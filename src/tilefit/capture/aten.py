@@ -13,6 +13,7 @@ import torch
 from tilefit.capture.dtypes import DTYPES, product_dtype
 from tilefit.capture.layouts import common_run, innermost, is_channels_last, touched_bytes, transposes
 from tilefit.capture.trees import tensors
+from tilefit.emulation.values import Schema
 from tilefit.errors import CaptureError
 from tilefit.ops import (
     BACKWARD_DATA,
@@ -60,6 +61,11 @@ class Call:
         self.packet = func._overloadpacket.__name__
         self.inputs = list(tensors((args, tuple(kwargs.values()))))
         self.outputs = list(tensors(out))
+
+    @property
+    def mutated(self) -> list[torch.Tensor]:
+        """The tensors that it writes into; those of ``out`` count as read."""
+        return list(Schema.of(self.func).written(self.args, {}))
 
     def named(self, name: str) -> Any:
         """An argument by its name in the schema; None if the operation has none of that name."""
@@ -375,7 +381,7 @@ def _streamed(call: Call, recorder: Recording, role: str, phase: str = "", **fie
 
 def _streaming(call: Call, recorder: Recording, role: str) -> Described:
     """The general case: every input is read and every output written, once."""
-    written = call.outputs or _mutated(call)
+    written = call.outputs or call.mutated
     inner, strided = _reach(call, role, written) if call.inputs and written else (0, None)
     return _stream(recorder, role, call.inputs, written, inner=inner, strided=strided)
 
@@ -432,15 +438,6 @@ def _batch_norm(call: Call, recorder: Recording) -> list[Described]:
         assert isinstance(op, Streaming)
         op = replace(op, inner=0, kernels=2, function="batch_norm_elemt")
     return [(op, phase, reads, writes)]
-
-
-def _mutated(call: Call) -> list[torch.Tensor]:
-    """The tensors an operation without results writes into."""
-    written: list[torch.Tensor] = []
-    for argument, value in zip(call.func._schema.arguments, call.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.extend(tensors(value))
-    return written
 
 
 @_describes(
@@ -542,8 +539,6 @@ def _row_length(call: Call) -> int:
     """Elements that a lookup moves together."""
     x = call.inputs[0]
     match call.packet.rstrip("_"):
-        case "embedding" | "embedding_dense_backward":
-            return int(x.shape[-1])
         case "index_select" | "index_add" | "index_copy":
             return prod(x.shape[call.named("dim") % x.dim() + 1 :]) if x.dim() else 1
         case "index":
@@ -641,7 +636,7 @@ def _foreach(call: Call, recorder: Recording) -> list[Described]:
     if not lists:
         return [_streaming(call, recorder, "pointwise")]
     read = [t for t in call.inputs if t.device.type == recorder.device]
-    written = call.outputs or _mutated(call)
+    written = call.outputs or call.mutated
     if call.packet in ("_foreach_copy_", "_foreach_zero_"):
         read = [t for t in read if not any(t is w for w in written)]
     depth = min(5, len(lists) + (1 if call.outputs else 0))

@@ -47,10 +47,10 @@ class Constants:
             return
         if not isinstance(result, torch.Tensor) or name in _RANDOM or result.numel() > _MAX_ELEMENTS:
             return
-        if name in _MAKERS and (name.endswith("_like") or name.startswith("new_")):
-            # Only the shape of the first argument matters, and the result's is known.
-            self._keep(result, _Recipe(_made_like(name, result, args, kwargs), (), {}))
-            return
+        if name in _MAKERS and args and (name.endswith("_like") or name.startswith("new_")):
+            # Only the shape and the type of the first argument matter.
+            like, *rest = args
+            args = _Recipe(torch.empty, (like.shape,), {"dtype": like.dtype}), *rest
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         if not (tensors or name in _MAKERS) or not all(id(t) in self._recipes for t in tensors):
             return
@@ -67,16 +67,6 @@ class Constants:
         """The tensor's value on the CPU, or None if it depends on an input."""
         recipe = self._recipes.get(id(tensor))
         return None if recipe is None else _computed(recipe, {})
-
-
-def _made_like(name: str, result: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    shape, dtype = tuple(result.shape), result.dtype
-    if "ones" in name:
-        return lambda: torch.ones(shape, dtype=dtype)
-    if "zeros" in name:
-        return lambda: torch.zeros(shape, dtype=dtype)
-    fill = kwargs.get("fill_value", args[-1])
-    return lambda: torch.full(shape, fill, dtype=dtype)
 
 
 def _computed(recipe: _Recipe, done: dict[_Recipe, torch.Tensor]) -> torch.Tensor:

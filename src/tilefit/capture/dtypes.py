@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import torch
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
-    torch.float8_e4m3fnuz: "fp8",
-    torch.float8_e5m2fnuz: "fp8",
-    torch.float8_e8m0fnu: "fp8",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.uint16: "uint16",
-    torch.uint32: "uint32",
-    torch.uint64: "uint64",
-    torch.bool: "bool",
-    torch.complex32: "complex32",
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
-}
+from tilefit.ops.dtypes import NAMES, canonical
 
+#: By every name that is known here and that PyTorch has one for.
+BY_NAME: dict[str, torch.dtype] = {
+    name: dtype for name in NAMES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+#: tilefit's name of each; of fp8 there are several.
+DTYPES = {dtype: canonical(name) for name, dtype in BY_NAME.items()}
 #: What autocast may cast to.
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from tilefit.capture.dtypes import DTYPES
+from tilefit.capture.dtypes import BY_NAME, DTYPES
 from tilefit.capture.trees import tensors
 from tilefit.errors import UsageError
 from tilefit.ops import FORWARD, Attention, Conv, Gemm, Recurrent, StepOp
@@ -26,17 +26,8 @@ DEFAULT_CLIP_BATCH = 8
 _LEAST_ROWS = 0.001
 
 _SPEC = re.compile(r"^\s*(?:(?P<name>[A-Za-z_]\w*)\s*:)?\s*(?P<dtype>\w+)\s*\[(?P<shape>[^\]]*)\]\s*$")
-_BY_NAME: dict[str, torch.dtype] = {
-    **{str(dtype).removeprefix("torch."): dtype for dtype in DTYPES},
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp64": torch.float64,
-    "float": torch.float32,
-    "half": torch.float16,
-    "long": torch.int64,
-    "int": torch.int32,
-}
+#: PyTorch's names of element types, and tilefit's, of which fp8 is that of several: the first.
+_BY_NAME = {name: dtype for dtype, name in reversed(DTYPES.items())} | BY_NAME
 
 
 def parse_inputs(specs: Sequence[str], device: str = "meta") -> Any:

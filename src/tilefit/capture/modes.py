@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -37,16 +37,26 @@ CAPABILITY = (8, 0)
 class Modes:
     """The modes of one capture and what they have learnt."""
 
-    def __init__(self, device: str, tf32: bool | None, of_module: bool) -> None:
+    #: What records, what sees calls, what runs optimizers.
+    kinds = Recorder, SemanticMode, OptimizerSteps
+
+    def __init__(
+        self,
+        device: str,
+        tf32: bool | None,
+        of_module: bool,
+        is_model: Callable[[nn.Module], bool] = lambda module: True,
+    ) -> None:
+        recorder, calls, steps = self.kinds
         self.device = device
         self.of_module = of_module
-        self.sites = SiteTracker(self._adopt, self._keep_saved, on_gradients=self._keep_gradients)
+        self.sites = SiteTracker(self._adopt, self._keep_saved, is_model, self._keep_gradients)
         tf32_matmul = torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32
         tf32_conv = torch.backends.cudnn.allow_tf32 if tf32 is None else tf32
-        self.recorder = Recorder(self.sites, device, tf32_matmul=tf32_matmul, tf32_conv=tf32_conv)
+        self.recorder = recorder(self.sites, device, tf32_matmul=tf32_matmul, tf32_conv=tf32_conv)
         self.autocast = AutocastState()
-        self.semantic = SemanticMode(self.recorder, self.autocast)
-        self.steps = OptimizerSteps(self.recorder, self.autocast)
+        self.semantic = calls(self.recorder, self.autocast)
+        self.steps = steps(self.recorder, self.autocast)
         self.saved_bytes = 0
         #: Parameters that had no size yet when their model was first seen, by name.
         self.without_size: dict[str, nn.Parameter] = {}
@@ -67,6 +77,26 @@ class Modes:
         """Whether all convolutions, if there are any, ran in NHWC."""
         convs = [entry.op for entry in self.recorder.ops if entry.op.kind == "conv"]
         return bool(convs) and all(getattr(op, "channels_last", False) for op in convs)
+
+    @property
+    def trains(self) -> bool:
+        """Whether more than a forward pass ran."""
+        return any(entry.phase != FORWARD for entry in self.recorder.ops)
+
+    def settings(self, **known: Any) -> Settings:
+        """How the step ran, as far as was seen; ``known`` are fields that somebody knows better."""
+        seen = {
+            "training": self.trains,
+            "amp": self.amp_seen,
+            "tf32": self.recorder.tf32_matmul,
+            "optimizer": self.steps.name,
+            "fused_optimizer": self.steps.fused,
+            "channels_last": self.channels_last_seen,
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "split": self.split,
+            "recompiled": self.recompiled,
+        }
+        return Settings(**{**seen, **known})
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ def require_readable(target: str) -> None:
                 hint="Check what it has made in the notebook itself, by %load_ext tilefit and %tilefit model "
                 "inputs; or make a program of it: jupyter nbconvert --to script.",
             )
-        if is_script(target):
+        if is_script(target) or (target and Path(target).is_dir()):
             _require_file(Path(target))
             raise UsageError(
                 f"{target} is a program, and this takes a model",

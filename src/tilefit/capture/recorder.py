@@ -273,11 +273,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            since = self._allocations[count:]
-            gone = {each for each, size, _ in since if size > 0} & {
-                each for each, size, _ in since if size < 0
-            }
-            self._allocations[count:] = [each for each in since if each[0] not in gone]
+            gone = self._gone_since(count)
+            self._allocations[count:] = [each for each in self._allocations[count:] if each[0] not in gone]
+
+    def _gone_since(self, count: int) -> set[int]:
+        """Numbers of the memory that came and went behind so many allocations."""
+        since = self._allocations[count:]
+        return {number for number, size, _ in since if size > 0} & {
+            number for number, size, _ in since if size < 0
+        }
 
     def record(
         self,

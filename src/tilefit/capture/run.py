@@ -17,7 +17,7 @@ from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import made_optimizer
 from tilefit.errors import UsageError
-from tilefit.ops import Settings, Step
+from tilefit.ops import Step
 from tilefit.options import StepKeywords, StepOptions
 
 _NOTHING = "The step does nothing on the GPU: its model or its inputs are empty, or it only makes views."
@@ -93,19 +93,13 @@ def capture(
     is_compiled = is_compiled or any(_is_compiled(root) for _, root in modes.sites.roots)
     said = {_EAGER: is_compiled and not options.compile, _NOTHING: not modes.recorder.ops}
     notes = (*notes, *(note for note, is_true in said.items() if is_true))
-    trained = options.train if is_module else any(op.phase != "forward" for op in modes.recorder.ops)
+    trained = options.train if is_module else modes.trains
     _refuse_settings({"--infer (train=False)": trained and not options.train}, function)
-    settings = Settings(
+    settings = modes.settings(
         training=trained,
         amp=options.autocast or modes.amp_seen,
-        tf32=modes.recorder.tf32_matmul,
-        optimizer=modes.steps.name,
-        fused_optimizer=modes.steps.fused,
         channels_last=options.channels_last or modes.channels_last_seen,
         compiled=options.compile,
-        cudnn_benchmark=torch.backends.cudnn.benchmark,
-        split=modes.split,
-        recompiled=modes.recompiled,
     )
     return modes.step(settings, name or function or type(model).__name__, inputs, notes)
 

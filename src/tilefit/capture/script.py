@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from tilefit.capture.packages import imports_relatively, package_of
-from tilefit.capture.sites import short_path, user_frames, user_line
+from tilefit.capture.sites import user_frames, user_line
 from tilefit.errors import TargetError, TilefitError
 
 #: So often a script is asked to end that catches everything, before the process is ended for it.
@@ -103,8 +103,7 @@ def failure(error: Exception | SystemExit, script: str, hint: str) -> TargetErro
             return TargetError(f"the script left with exit code {error.code}", where=script, hint=asked)
         return TargetError(f"the script left, saying: {error.code}", where=script) if error.code else None
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        where = f"{short_path(error.filename)}:{error.lineno}"
-        return TargetError(f"{type(error).__name__}: {error.msg}", where=where)
+        return TargetError(f"{type(error).__name__}: {error.msg}", where=user_line(error))
     said = str(error).strip().partition("\n\n")[0] or next((f.line for f in user_frames(error)[-1:]), "")
     return TargetError(f"{type(error).__name__}: {said}", where=user_line(error) or script, hint=hint)
 

@@ -265,7 +265,10 @@ class SiteTracker:
 
 
 def user_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame of the user's or the model's code an error passed; or empty."""
+    """``file:line`` of the innermost frame of the user's or the model's code an error passed, or of the file
+    that is no Python; or empty."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{short_path(error.filename)}:{error.lineno}"
     frames = user_frames(error)
     return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -61,7 +63,17 @@ def command(*verbs: str) -> Any:
             app.add_typer(module.app)
         else:
             app.command(**getattr(module, "SETTINGS", {}))(getattr(module, verb))
-    return typer.main.get_command(app)
+    made = typer.main.get_command(app)
+    _unwrap(made)
+    return made
+
+
+def _unwrap(command: Any) -> None:
+    """Make each paragraph of the help one line: it is broken where the terminal ends, not where code is."""
+    paragraphs = (command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    for each in getattr(command, "commands", {}).values():
+        _unwrap(each)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -74,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets one that is like it, not a crash.
         stream.reconfigure(errors="likened")  # type: ignore[union-attr]
-    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+    code = _run(list(sys.argv[1:] if arguments is None else arguments))
+    if code == INTERRUPTED:  # once more ends what is left at once, and without a word
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
 
 
 def _likened(error: UnicodeError) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ def stdout() -> Console:
 
 #: Seconds after which a line is written of what still goes on, where nobody watches.
 _PATIENCE_S = 2.0
+#: Seconds between two lines of how many of several things are done.
+_EVERY_S = 10.0
 
 
 @contextmanager
@@ -62,13 +65,23 @@ def progress(message: str) -> Iterator[Callable[[str], None]]:
 
 
 def watched(what: str, items: Iterable[Item], total: int) -> Iterable[Item]:
-    """The items, with a progress bar on stderr where somebody watches."""
+    """The items, with a progress bar on stderr; where nobody watches, with a line now and then."""
     if not sys.stderr.isatty():
-        return items
+        return _told(what, items, total)
     from rich.console import Console
     from rich.progress import track
 
     return track(items, what, total, console=Console(stderr=True))
+
+
+def _told(what: str, items: Iterable[Item], total: int) -> Iterator[Item]:
+    told_s = time.monotonic()
+    with progress(what) as tell:
+        for done, item in enumerate(items, 1):
+            yield item
+            if time.monotonic() - told_s >= _EVERY_S:
+                told_s = time.monotonic()
+                tell(f"{done} of {total}")
 
 
 def note(message: str) -> None:

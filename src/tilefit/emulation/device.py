@@ -25,6 +25,7 @@ from tilefit.emulation.values import (
     of_host,
 )
 from tilefit.errors import CaptureError
+from tilefit.ops.operations import NAMED
 from tilefit.ops.program import TO_GPU, Exchange
 
 aten = torch.ops.aten
@@ -75,17 +76,12 @@ class Watch(Protocol):
 
 
 _OF_PINNED = frozenset(("pin_memory", "_pin_memory", "is_pinned"))
-#: What initial values of parameters are made with.
-_INITIALISES = frozenset("normal_ uniform_ erfinv_ mul_ add_ clamp_".split())
 #: Random numbers that large parameters would have taken of the CPU's generator and that are thrown away, so
 #: that shuffling and splits of data are those of a real run: 0.9 s of a slow core.
 MOST_DRAWN = 1 << 29
 _DRAWN_AT_ONCE = 1 << 20
 #: What CUDA has kernels for, though it could be run by its parts.
 WHOLE = frozenset(("silu_backward", "mish_backward"))
-#: What leaves zeros, and what does where its second argument is zero.
-_CLEARING = frozenset("zeros zeros_like new_zeros zero_ _foreach_zero_".split())
-_CLEARING_BY_ZERO = frozenset("fill_ mul_ _foreach_mul_".split())
 #: What an operation of this name does instead of being launched.
 Rule = Callable[["Device", Any, Any, Any], Any]
 
@@ -223,7 +219,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leaves_unfilled(self, name: str, args: Any, generator: torch.Generator | None) -> bool:
         """Whether a large parameter is given random numbers: nobody looks, and its memory is not touched."""
-        if name not in _INITIALISES or not isinstance(args[0], torch.nn.Parameter):
+        if name not in NAMED["known"]["initialises"] or not isinstance(args[0], torch.nn.Parameter):
             return False
         if name in ("normal_", "uniform_") and args[0].numel() > MOST_KEPT:
             self._unfilled.add(args[0])
@@ -333,9 +329,9 @@ def _is_composite(func: Any) -> bool:
 def _clears(func: Any, args: Any) -> bool:
     """Whether an operation leaves nothing but zeros."""
     name = func._overloadpacket.__name__
-    if name in _CLEARING:
+    if name in NAMED["known"]["clears"]:
         return True
-    if name not in _CLEARING_BY_ZERO or len(args) < 2:
+    if name not in NAMED["known"]["clears_by_zero"] or len(args) < 2:
         return False
     by = args[1]
     if isinstance(by, torch.Tensor):

@@ -27,36 +27,16 @@ from tilefit.emulation.value import Value
 from tilefit.emulation.values import is_small, leaves
 from tilefit.errors import CaptureError
 from tilefit.ops import Site
-from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
+from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SEND
+from tilefit.ops.operations import by_name
 from tilefit.ops.program import Exchange
 
 #: What torchrun tells a process; answered to whoever asks by name, and not there for whoever looks first.
 _VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 _VARIABLES |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-#: Operations of ``c10d`` and ``_c10d_functional`` by what they are. What goes from one to all, or from all to
-#: one, sends each byte on once, as an all-gather does.
-_NAMES = {
-    ALL_REDUCE: "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced "
-    "all_reduce_coalesced_",
-    ALL_GATHER: "_allgather_base_ allgather_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
-    "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
-    REDUCE_SCATTER: "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_ "
-    "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
-    ALL_TO_ALL: "alltoall_ alltoall_base_ all_to_all_single",
-    SEND: "send isend",
-    "receive": "recv_ recv_any_source_ irecv",
-    "broadcast": "broadcast_ broadcast",
-    "reduce": "reduce_",
-    "gather": "gather_",
-    "scatter": "scatter_",
-}
-_FUNCTIONS = {
-    "receive": SEND,
-    "broadcast": ALL_GATHER,
-    "reduce": ALL_GATHER,
-    "gather": ALL_GATHER,
-    "scatter": ALL_GATHER,
-}
+#: What is priced as another: what goes from one to all, or from all to one, sends each byte on once, as an
+#: all-gather does.
+_FUNCTIONS = {"receive": SEND, **dict.fromkeys(("broadcast", "reduce", "gather", "scatter"), ALL_GATHER)}
 _BETWEEN_TWO = (SEND, "receive")
 #: What goes to one other rank is activations, or their gradients.
 _OF_SAMPLES = (*_BETWEEN_TWO, ALL_TO_ALL)
@@ -149,9 +129,8 @@ class _Collectives:
     def rules(self) -> dict[str, Any]:
         """Of the device, by the operation's name."""
         made: dict[str, Any] = {"wait_tensor": self._waited, "_wrap_tensor_autograd": _awaited_later}
-        for name, operations in _NAMES.items():
-            for operation in operations.split():
-                made[operation] = lambda _, *call, name=name: self._called(name, *call)
+        for operation, name in by_name("collectives").items():
+            made[operation] = lambda _, *call, name=name: self._called(name, *call)
         return made
 
     def _called(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.value import State, Value
+from tilefit.ops.operations import NAMED
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -116,13 +117,8 @@ def leaves(tree: Any) -> list[Any]:
 
 
 _NESTED = frozenset((list, tuple, dict))
-_EMPTY = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided empty_permuted resize_".split()
-)
-_OVERWRITES = frozenset("copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_".split())
 #: Gradients are taken for finite: an optimizer that asks is told so.
 _TAKEN_FOR_FINITE = "_amp_foreach_non_finite_check_and_unscale_"
-_OF_MASKS = frozenset("mul logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or".split())
 _COMPARISONS = frozenset("lt le gt ge".split())
 
 
@@ -159,7 +155,7 @@ class Values:
         if checked is not None:
             return [checked]
         is_costly = name in _PRODUCTS and max(out.numel() for out in outs) > _MOST_MULTIPLIED
-        if name in _EMPTY or not outs or is_costly or not any(map(is_small, outs)):
+        if name in NAMED["known"]["empty"] or not outs or is_costly or not any(map(is_small, outs)):
             return [None] * len(outs)
         known = self._all_known(inputs)
         if all(isinstance(each, Value) and each.is_there for each in known):
@@ -182,7 +178,7 @@ class Values:
             answer = torch.tensor(False)
         elif (name == "eq" and same) or (name == "ne" and infinite):
             answer = torch.tensor(True)
-        elif name in _OF_MASKS:
+        elif name in NAMED["known"]["of_masks"]:
             known = [self._known(each) for each in inputs]
             masks = [each.tensor() if isinstance(each, Value) and each.is_there else None for each in known]
             if any(mask is None or any(mask.stride()) for mask in masks):
@@ -306,7 +302,7 @@ class Values:
         self, func: Any, name: str, schema: Schema, call: Any, inputs: list[Any], outs: list[Any]
     ) -> list[Value | None]:
         written = list(schema.written(*call))
-        if name in _OVERWRITES:
+        if name in NAMED["known"]["overwrites"]:
             self._make_room(written[0])
         known = self._all_known(inputs)
         values = [each for each in known if isinstance(each, Value)]

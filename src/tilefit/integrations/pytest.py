@@ -74,7 +74,7 @@ def _wrong(model: Any, mark: pytest.Mark) -> str:
         wrong = ", ".join(map(str, [*mark.args, *(mark.kwargs.keys() - set(known))]))
         return f"the mark {_MARK} takes no {wrong}; it takes, by name: {', '.join(known)}"
     if not callable(model):
-        returned = "nothing" if model is None else f"a {type(model).__name__}"
+        returned = "nothing" if model is None else f"a value of type {type(model).__name__}"
         return (
             f"a test marked {_MARK} returns (model, inputs), a model, or a callable that does a training "
             f"step; this one returned {returned}"

@@ -72,9 +72,10 @@ class Measurement:
 
 def default_path() -> Path:
     """``$TILEFIT_STORE``, else ``tilefit/measurements.db`` below the user's data directory."""
-    chosen = os.environ.get("TILEFIT_STORE")
-    if chosen:
-        return Path(chosen)
+    return Path(os.environ.get("TILEFIT_STORE") or _own_path())
+
+
+def _own_path() -> Path:
     return data_folder() / "measurements.db"
 
 
@@ -95,7 +96,8 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.set_aside: Path | None = None
-        if path != default_path() and not _may_be_a_database(path):
+        # What somebody named may be anything of theirs.
+        if path != _own_path() and not _may_be_a_database(path):
             raise _foreign(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -38,12 +38,17 @@ _ALIASES = {
     "bfloat16": "bf16",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
+    "float8_e4m3fnuz": "fp8",
+    "float8_e5m2fnuz": "fp8",
+    "float8_e8m0fnu": "fp8",
     "fp8_e4m3": "fp8",
     "fp8_e5m2": "fp8",
     "int": "int32",
     "long": "int64",
 }
 
+#: All names that an element type has.
+NAMES = (*_ALIASES, *_BITS)
 #: Types of 16 bits.
 HALVES = ("fp16", "bf16")
 

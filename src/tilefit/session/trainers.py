@@ -31,29 +31,15 @@ _NO_DATA = "Give a batch: tilefit.check(…, inputs)."
 
 
 @dataclass
-class Training:
+class Training(Loop):
     """What is captured of a trainer.
 
     Attributes:
-        model: What runs forward.
-        inputs: Its batch.
-        name: What to call it.
-        loss: Makes the loss of its output; None for the output's own.
         settings: Fields of :class:`~tilefit.options.StepOptions`.
-        notes: What is not in the step.
-        accumulates: Micro-batches of a step.
-        clips: Largest norm of the gradients; 0 for none.
         recomputes: Its activations are to be checkpointed.
     """
 
-    model: nn.Module
-    inputs: Any
-    name: str
-    loss: Callable[[Any], torch.Tensor] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    accumulates: int = 1
-    clips: float = 0.0
     recomputes: bool = False
 
     def capture(self, given: StepOptions, named: Collection[str], gpu: str) -> Step:
@@ -70,12 +56,8 @@ class Training:
         options = replace(given, **{name: v for name, v in self.settings.items() if name not in named})
         with self._as_it_trains():
             if options.train and not options.on_cpu and options.optimizer != "none" and can_fork():
-                loop = Loop(
-                    self.model, self.inputs, options, self.loss, self.name, self.accumulates, self.clips,
-                    tuple(self.notes),
-                )  # fmt: skip
                 try:
-                    return capture_forked(loop, gpu)
+                    return capture_forked(self, options, gpu)
                 except CaptureError as error:
                     if _AFTER_BACKWARD not in error.what:
                         raise

@@ -8,7 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,16 +30,15 @@ _POLL_S = 0.05
 _RESULT = "step.json"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loop:
     """What a trainer does between two steps of its optimizer.
 
     Attributes:
         model: What runs forward.
         inputs: A micro-batch.
-        options: How it runs.
-        loss: Makes the loss of the output; None for the output's own.
         name: What to call it.
+        loss: Makes the loss of the output; None for the output's own.
         accumulates: Micro-batches of a step.
         clips: Largest norm of the gradients; 0 for none.
         notes: Added to the step's.
@@ -46,12 +46,11 @@ class Loop:
 
     model: nn.Module
     inputs: Any
-    options: StepOptions
-    loss: Callable[[Any], torch.Tensor] | None = None
     name: str = ""
+    loss: Callable[[Any], torch.Tensor] | None = None
     accumulates: int = 1
     clips: float = 0.0
-    notes: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
 
 
 def can_fork() -> bool:
@@ -59,11 +58,12 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
-def capture_forked(loop: Loop, gpu: str, timeout_s: float = 300.0) -> Step:
+def capture_forked(loop: Loop, options: StepOptions, gpu: str, timeout_s: float = 300.0) -> Step:
     """Run a trainer's loop on the emulated GPU in a fork of this process, and capture its second step.
 
     Args:
         loop: What is run.
+        options: How it runs.
         gpu: Name of the GPU that it is told that it runs on.
         timeout_s: How long that may take.
 
@@ -73,7 +73,7 @@ def capture_forked(loop: Loop, gpu: str, timeout_s: float = 300.0) -> Step:
     with tempfile.TemporaryDirectory(prefix="tilefit-", ignore_cleanup_errors=True) as folder:
         child = os.fork()
         if not child:
-            _captured(loop, gpu, Path(folder))
+            _captured(partial(_step, loop, options, gpu), Path(folder))
         status = _ended(child, time.monotonic() + timeout_s)
         if status is None:
             raise CaptureError(f"the step did not finish within {timeout_s:.0f} s")
@@ -97,12 +97,12 @@ def _ended(child: int, deadline: float) -> int | None:
     return None
 
 
-def _captured(loop: Loop, gpu: str, folder: Path) -> NoReturn:
+def _captured(capture: Callable[[], Step], folder: Path) -> NoReturn:
     """The copy's side, which ends here."""
     result: Step | TilefitError
     try:
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-            result = _step(loop, gpu)
+            result = capture()
     except TilefitError as error:
         result = error
     except BaseException as error:  # noqa: BLE001 - told by the process that goes on
@@ -112,30 +112,29 @@ def _captured(loop: Loop, gpu: str, folder: Path) -> NoReturn:
         os._exit(0)
 
 
-def _step(loop: Loop, gpu: str) -> Step:
+def _step(loop: Loop, options: StepOptions, gpu: str) -> Step:
     from tilefit.capture.program.modes import ProgramModes
     from tilefit.capture.program.window import second
 
     torch.set_num_threads(1)  # the threads of a process are not in its copy
     modes = ProgramModes(gpus.get(gpu))
     with modes.running():
-        modes.compiling.whole = loop.options.compile
+        modes.compiling.whole = options.compile
         model = loop.model.to("cuda").train()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = made_optimizer(loop.options.optimizer, parameters, fused=loop.options.fused_optimizer)
-        scaler = torch.amp.GradScaler("cuda", enabled=loop.options.amp == "fp16")
+        optimizer = made_optimizer(options.optimizer, parameters, fused=options.fused_optimizer)
+        scaler: Any = torch.amp.GradScaler("cuda", enabled=options.amp == "fp16")
         # How batches get there is the loader's matter, and not seen.
         inputs = tree_map(lambda x: x.to("cuda") if isinstance(x, torch.Tensor) else x, loop.inputs)
-        loop = replace(loop, inputs=inputs)
-        step = second(modes, lambda: _optimize(loop, model, optimizer, scaler), loop.name)
+
+        def optimize() -> None:
+            """From one step of the optimizer to the next."""
+            for _ in range(loop.accumulates):
+                loss = loss_of_forward(model, inputs, options, loop.loss, "cuda")
+                assert loss is not None  # of a training step
+                scaler.scale(loss / loop.accumulates if loop.accumulates > 1 else loss).backward()
+            scaled_step(optimizer, scaler, loop.clips or None)
+            optimizer.zero_grad()
+
+        step = second(modes, optimize, loop.name)
     return replace(step, notes=(*step.notes, *loop.notes))
-
-
-def _optimize(loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-    """From one step of the optimizer to the next."""
-    for _ in range(loop.accumulates):
-        loss = loss_of_forward(model, loop.inputs, loop.options, loop.loss, "cuda")
-        assert loss is not None  # of a training step
-        scaler.scale(loss / loop.accumulates if loop.accumulates > 1 else loss).backward()
-    scaled_step(optimizer, scaler, loop.clips or None)
-    optimizer.zero_grad()

@@ -18,7 +18,6 @@ from tilefit.capture.program.compiling import Compiling, is_on_gpu
 from tilefit.capture.program.distributed import gathered_parameters
 from tilefit.capture.program.events import Meetings
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
-from tilefit.capture.sites import SiteTracker
 from tilefit.capture.trees import own_part
 from tilefit.emulation.device import Device
 from tilefit.emulation.mail import Mail
@@ -70,17 +69,15 @@ class ProgramModes(Modes):
         mail: By which other ranks of it answer.
     """
 
+    kinds = ProgramRecorder, ProgramCalls, _Steps
+    recorder: ProgramRecorder
+    semantic: ProgramCalls
+    steps: _Steps
+
     def __init__(self, gpu: Gpu, mail: Mail | None = None) -> None:
-        super().__init__("meta", None, of_module=True)
+        super().__init__("meta", None, of_module=True, is_model=is_on_gpu)
         self.gpu, self._mail = gpu, mail
-        self.sites = SiteTracker(self._adopt, self._keep_saved, is_on_gpu, self._keep_gradients)
-        self.recorder: ProgramRecorder = ProgramRecorder(
-            self.sites, "meta", tf32_matmul=False, tf32_conv=True
-        )
         self.recorder.muted = True
-        self.autocast = AutocastState()
-        self.semantic = ProgramCalls(self.recorder, self.autocast)
-        self.steps: _Steps = _Steps(self.recorder, self.autocast)
         self.meetings = Meetings(self.recorder, self.semantic)
         self.device_mode = Device(self.meetings, RULES)
         self.compiling = Compiling(self.recorder.ops)

@@ -55,11 +55,10 @@ class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
         kept, since = (self.ops, self.muted, self._saved), len(self._allocations)
         self.ops, self.muted, self._saved = [], False, set()
         yield
-        made = self._allocations[since:]
-        freed = {n for n, size, _ in made if size < 0} & {n for n, size, _ in made if size > 0}
+        gone = self._gone_since(since)
         recorded.ops = [replace(entry, replayed=True) for entry in self.ops]
-        recorded.allocations = [each for each in made if each[0] in freed]
-        recorded.saved = self._saved & freed
+        recorded.allocations = [each for each in self._allocations[since:] if each[0] in gone]
+        recorded.saved = self._saved & gone
         self.ops, self.muted, self._saved = kept
 
     def replayed(self, function: Callable[..., Any]) -> Callable[..., Any]:

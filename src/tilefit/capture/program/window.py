@@ -29,7 +29,7 @@ from tilefit.capture.program.words import described
 from tilefit.capture.trees import tensors, untransformed
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import refuse_script
-from tilefit.ops import Settings, Step
+from tilefit.ops import Step
 from tilefit.ops.program import Program
 
 
@@ -195,25 +195,14 @@ class Window:
         modes.recorder.muted = True
         modes.recorder.returned |= modes.recorder.alive  # what the program may still read
         check_step(modes, stepped)
-        training = any(entry.phase != "forward" for entry in modes.recorder.ops)
-        call = (self._call if training else None) or self._first
+        call = (self._call if modes.trains else None) or self._first
         inputs = call.inputs if call else None
         batch = batch_of(inputs, modes.recorder.ops)
         passes = max(map(_on_first_weights, self._passes.values()), default=1) if len(stepped) <= 1 else 1
         modes.count_optimizer_state()
         modes.recorder.mark_replayed_backward()
         compiled = modes.compiling.share >= 0.5
-        settings = Settings(
-            training=training,
-            amp=modes.amp_seen,
-            tf32=modes.recorder.tf32_matmul,
-            optimizer=modes.steps.name,
-            fused_optimizer=modes.steps.fused,
-            channels_last=modes.channels_last_seen,
-            compiled=compiled,
-            cudnn_benchmark=torch.backends.cudnn.benchmark,
-            cuda_graph=compiled and modes.compiling.graphed,
-        )
+        settings = modes.settings(compiled=compiled, cuda_graph=compiled and modes.compiling.graphed)
         if settings.training:
             modes.recorder.let_inputs_grow(t for t in tensors(inputs) if isinstance(t, CudaTensor))
         else:

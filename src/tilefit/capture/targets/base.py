@@ -15,7 +15,7 @@ from torch import nn
 
 from tilefit.capture.failures import first_line
 from tilefit.capture.inputs import describe_inputs
-from tilefit.capture.sites import short_path, user_line
+from tilefit.capture.sites import user_line
 from tilefit.capture.torchvision_import import import_transformers
 from tilefit.errors import TargetError, TilefitError
 
@@ -63,12 +63,8 @@ def _refusal(error: Exception | SystemExit, doing: str) -> TargetError:
             where=user_line(error),
             hint="A target runs without arguments of a command line, and returns its model.",
         )
-    if isinstance(error, SyntaxError) and error.filename:
-        where = f"{short_path(error.filename)}:{error.lineno}"
-    else:
-        where = user_line(error)
     what = f"{doing} raised {type(error).__name__}: {first_line(error)}"
-    return TargetError(what, where=where, hint=_remedy(error))
+    return TargetError(what, where=user_line(error), hint=_remedy(error))
 
 
 def _remedy(error: Exception) -> str:

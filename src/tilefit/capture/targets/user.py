@@ -38,13 +38,13 @@ def load_factory(path: str, name: str, options: TargetOptions) -> Target:
     arguments = named_sizes(options.arguments, _parameters(factory), f"{path}:{name}")
     made: Any = factory
     if not callable(factory):
-        raise TargetError(f"{name!r} is a {type(factory).__name__}, not a callable", where=path)
+        raise TargetError(f"{name!r} is of type {type(factory).__name__}, which cannot be called", where=path)
     if not isinstance(factory, nn.Module):
         made = build(lambda: factory(**arguments), f"{path}:{name}", options.device)
     values = made if isinstance(made, tuple) else (made, None)
     model, inputs = values if len(values) == 2 else (None, None)
     if not isinstance(model, nn.Module) and not callable(model):
-        returned = f"{len(values)} values" if len(values) != 2 else f"a {type(model).__name__}"
+        returned = f"{len(values)} values" if len(values) != 2 else f"a value of type {type(model).__name__}"
         raise TargetError(
             f"{name} returned {returned}",
             where=path,
@@ -78,10 +78,12 @@ def _factory(path: str, name: str) -> Any:
     """What a file or a module has under this name."""
     module = _import_file(Path(path)) if path.endswith(".py") or os.sep in path else _import_module(path)
     factory = getattr(module, name, None)
+    if factory is None and hasattr(module, "__path__") and getattr(module, "__file__", None) is None:
+        raise TargetError(f"{path} is a folder", hint="Name a file in it.")
     if factory is None:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = get_close_matches(name, names, 1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"It has: {listed(names)}."
+        hint = f"Did you mean {near[0]!r}?" if near else f"It has: {listed(names) or 'no function'}."
         own = Path(f"{path.replace('.', os.sep)}.py")
         if own.is_file() and not own.samefile(getattr(module, "__file__", None) or os.devnull):
             hint = f"{path} is a module that Python has, not your file: write {own}:{name}."

@@ -13,46 +13,11 @@ from typing import Any
 from tilefit.capture.overlay import is_installed
 from tilefit.capture.program.fake_data import made
 from tilefit.capture.program.fake_data.sources import Sources
+from tilefit.capture.program.known import KNOWN
 from tilefit.capture.program.late import Change
 
 #: Rows of a data set, by split. Tokenizing them takes real time, so they are few.
 _ROWS = {"train": 4000, "validation": 500, "test": 500, "unsupervised": 500}
-#: Columns of much used data sets.
-_COLUMNS = {
-    "imdb": "text label",
-    "ag_news": "text label",
-    "yelp": "text label",
-    "cola": "sentence label idx",
-    "sst2": "sentence label idx",
-    "mrpc": "sentence1 sentence2 label idx",
-    "rte": "sentence1 sentence2 label idx",
-    "qqp": "question1 question2 label idx",
-    "mnli": "premise hypothesis label idx",
-    "qnli": "question sentence label idx",
-    "wikitext": "text",
-    "openwebtext": "text",
-    "c4": "text",
-    "shakespeare": "text",
-    "stories": "text",
-    "squad": "id title context question answers",
-    "cnn_dailymail": "article highlights id",
-    "xsum": "document summary id",
-    "samsum": "id dialogue summary",
-    "alpaca": "instruction input output text",
-    "fashion_mnist": "image label",
-    "mnist": "image label",
-    "cifar10": "img label",
-    "cifar100": "img fine_label coarse_label",
-    "food101": "image label",
-    "beans": "image labels",
-    "imagenet": "image label",
-    "conll": "id tokens pos_tags ner_tags",
-}
-#: Classes where they are not two, by data set.
-_CLASSES = {
-    "imagenet": 1000, "cifar100": 100, "food101": 101, "cifar10": 10, "mnist": 10, "ag_news": 4, "yelp": 5,
-    "mnli": 3, "beans": 3, "conll": 9,
-}  # fmt: skip
 
 
 def changes(sources: Sources) -> dict[str, Change]:
@@ -98,9 +63,10 @@ def _load(
     splits: Callable[[dict[str, Any]], Any],
 ) -> Any:
     full = f"{path}/{name}" if name else str(path)
-    known = next((each for each in reversed(_COLUMNS) if each in full.lower()), "")
-    columns = (_COLUMNS[known].split() if known else _columns_in_use()) or ["text", "label"]
-    classes = next((count for each, count in _CLASSES.items() if each in full.lower()), 2)
+    columns_of = KNOWN["columns"]
+    known = next((each for each in reversed(columns_of) if each in full.lower()), "")
+    columns = (columns_of[known].split() if known else _columns_in_use()) or ["text", "label"]
+    classes = next((count for each, count in KNOWN["classes"].items() if each in full.lower()), 2)
     parts = [str(each) for each in ([split] if split else _ROWS)]
     wanted = {part: _ROWS.get(re.split(r"[\[+]", part)[0], _ROWS["train"]) for part in parts}
     tables = {
@@ -131,21 +97,7 @@ def _columns_in_use() -> list[str]:
 def _kind(column: str) -> str:
     """What a column of this name holds; empty where the name does not tell."""
     name = column.lower().rstrip("0123456789")
-    kinds = {
-        "label": ("label", "labels", "fine_label", "coarse_label", "target", "class"),
-        "number": ("id", "idx", "index"),
-        "image": ("image", "img", "pixel_values", "picture"),
-        "words": ("tokens", "words"),
-        "tags": ("ner_tags", "pos_tags", "chunk_tags"),
-        "answers": ("answers",),
-        "audio": ("audio", "speech"),
-        "text": (
-            "text", "sentence", "question", "context", "premise", "hypothesis", "title", "content", "article",
-            "highlights", "document", "summary", "dialogue", "instruction", "input", "output", "prompt",
-            "response", "completion", "answer", "review", "query", "passage", "caption", "en", "de", "fr",
-        ),
-    }  # fmt: skip
-    return next((kind for kind, names in kinds.items() if name in names), "")
+    return next((kind for kind, names in KNOWN["kinds"].items() if name in names.split()), "")
 
 
 def _column(name: str, count: int, classes: int) -> list[Any]:

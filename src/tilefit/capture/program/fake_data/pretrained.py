@@ -11,48 +11,18 @@ from types import ModuleType
 from typing import Any
 
 from tilefit.capture.program.fake_data.sources import PUT_IT_THERE, Sources
+from tilefit.capture.program.known import KNOWN
 from tilefit.capture.program.late import Change
 
-#: No library asks the network, nor waits for its answer. They read it when they are imported.
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "WANDB_MODE": "disabled",
-}
-#: Sizes of checkpoints that are not those of their type's configuration, by a part of their name.
-_LARGE = {
-    "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
-}  # fmt: skip
-_SIZES: dict[str, dict[str, int]] = {
-    "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
-    "gpt2-large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
-    "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
-    "roberta-large": {**_LARGE, "vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1},
-    "bert-large": _LARGE,
-    "bert-base-cased": {"vocab_size": 28996},
-    "roberta-base": {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1},
-    "t5-base": {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
-    "t5-large": {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
-}
-_SPECIAL = {
-    "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
-    "mask_token": "[MASK]", "bos_token": "<s>", "eos_token": "</s>",
-}  # fmt: skip
 #: No tokenizer of the hub has fewer: bytes take 256.
 _FEWEST_TOKENS = 200
-#: Arguments of ``from_pretrained`` that say where to look.
-_OF_HUB = frozenset(
-    "cache_dir force_download proxies token local_files_only revision trust_remote_code subfolder gguf_file "
-    "code_revision use_auth_token _from_pipeline _from_auto _commit_hash".split()
-)
 #: Letters of a token: words of English take about 1.3 tokens.
 _LETTERS = 6
 
 
 def changes(sources: Sources) -> dict[str, Change]:
     """Answers transformers and timm."""
-    os.environ.update(OFFLINE)
+    os.environ.update(KNOWN["offline"])
     stand_ins = _Transformers(sources)
 
     def pretrained(owner: str, stand_in: Callable[..., Any], **options: Any) -> Change:
@@ -117,13 +87,16 @@ class _Transformers:
         if not kind:
             self._sources.note(f"the configuration of {name}", PUT_IT_THERE)
             raise OSError(f"{name} names no type of model")
-        sizes = next((sizes for part, sizes in _SIZES.items() if part in name.lower()), {})
+        sizes: dict[str, int] = next(
+            (sizes for part, sizes in KNOWN["checkpoints"].items() if part in name.lower()), {}
+        )
         self._sources.state(
             f"the configuration of {name}",
             f"that of {kind} in transformers" + "".join(f", {key} {size}" for key, size in sizes.items()),
         )
         values = {"model_type": kind, **sizes}
-        return values, {key: value for key, value in kwargs.items() if key not in _OF_HUB}
+        where = KNOWN["from_pretrained"]["where"].split()
+        return values, {key: value for key, value in kwargs.items() if key not in where}
 
     def model(self, cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """With weights that nobody has set."""
@@ -156,17 +129,18 @@ class _Transformers:
             size, limit = config.vocab_size, getattr(config, "max_position_embeddings", 512)
         except (OSError, ValueError, KeyError, AttributeError):
             size, limit = 32000, 512
-        pieces = [*_SPECIAL.values(), *(f"piece{index}" for index in range(size - len(_SPECIAL)))]
+        special = KNOWN["tokens"]
+        pieces = [*special.values(), *(f"piece{index}" for index in range(size - len(special)))]
         tokenizer = Tokenizer(
             models.WordLevel({piece: at for at, piece in enumerate(pieces)}, unk_token="[UNK]")
         )
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"\s*\w{{1,{_LETTERS}}}|[^\w\s]"), "isolated")
         encoder_like = "gpt" not in str(name) and "llama" not in str(name).lower()
         if encoder_like:
-            special = [(each, pieces.index(each)) for each in ("[CLS]", "[SEP]")]
-            tokenizer.post_processor = processors.BertProcessing(special[1], special[0])
+            begin, end = ((each, pieces.index(each)) for each in ("[CLS]", "[SEP]"))
+            tokenizer.post_processor = processors.BertProcessing(end, begin)
         self._sources.state(f"the tokenizer of {name}", f"{size} random tokens, {_LETTERS} letters each")
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=limit, **_SPECIAL)
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=limit, **special)
 
     def image_processor(self, cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         """With the settings of its type."""

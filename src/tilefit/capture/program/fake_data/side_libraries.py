@@ -15,20 +15,14 @@ from typing import Any
 from tilefit.capture.program.fake_data.hub import datasets_of
 from tilefit.capture.program.fake_data.network import requests_of
 from tilefit.capture.program.fake_data.sources import Sources, asked_by_user, is_prepared
+from tilefit.capture.program.known import KNOWN
 from tilefit.capture.program.late import Change
 
 _INSTALL = f"Install it where tilefit runs ({sys.executable} -m pip install), or run where it is found."
-#: Nothing of a step depends on what they do.
-_INERT = frozenset(
-    "aim clearml colorama comet_ml dotenv evaluate git imageio IPython matplotlib mlflow neptune plotly "
-    "prettytable pynvml rich seaborn swanlab tabulate tensorboard tensorboardX "
-    "tensorboard_logger termcolor trackio visdom wandb".split()
+_INERT, _INERT_PARTS, _WORKING = (
+    {*KNOWN["libraries"][name].split()} for name in ("inert", "inert_parts", "working")
 )
-#: Likewise of these parts; others of the same library make data.
-_INERT_PARTS = frozenset(("sklearn.metrics",))
-_WITH_PARTS = frozenset(each.partition(".")[0] for each in _INERT_PARTS)
-#: Has a stand-in that does what it does.
-_WORKING = frozenset(("datasets", "requests", "six", "tqdm"))
+_WITH_PARTS = {each.partition(".")[0] for each in _INERT_PARTS}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tilefit.capture.program.fake_data import made
 from tilefit.capture.program.fake_data.sources import Sources
+from tilefit.capture.program.known import KNOWN
 from tilefit.capture.program.late import Change
 
 
@@ -35,45 +36,10 @@ class _Facts(NamedTuple):
     target: str = "class"
 
 
-_DIGITS = _Facts(60000, 10000, 10, (28, 28), "L", "hw tensor")
 _UNKNOWN = _Facts(10000, 2000, 100)
-#: From the pages of the data sets. Sizes of photos are typical ones.
 _KNOWN = {
-    "MNIST": _DIGITS,
-    "FashionMNIST": _DIGITS,
-    "KMNIST": _DIGITS,
-    "QMNIST": _DIGITS,
-    "EMNIST": _Facts(112800, 18800, 47, (28, 28), "L", "hw tensor"),
-    "USPS": _Facts(7291, 2007, 10, (16, 16), "L", "hw"),
-    "CIFAR10": _Facts(50000, 10000, 10, (32, 32), "RGB", "hwc"),
-    "CIFAR100": _Facts(50000, 10000, 100, (32, 32), "RGB", "hwc"),
-    "SVHN": _Facts(73257, 26032, 10, (32, 32), "RGB", "chw"),
-    "STL10": _Facts(5000, 8000, 10, (96, 96), "RGB", "chw"),
-    "ImageFolder": _Facts(50000, 50000, 1000),
-    "DatasetFolder": _Facts(50000, 50000, 1000),
-    "ImageNet": _Facts(1281167, 50000, 1000),
-    "Imagenette": _Facts(9469, 3925, 10),
-    "EuroSAT": _Facts(27000, 27000, 10, (64, 64)),
-    "FER2013": _Facts(28709, 3589, 7, (48, 48), "L"),
-    "Caltech101": _Facts(8677, 8677, 101, (300, 200)),
-    "Caltech256": _Facts(30607, 30607, 257),
-    "Country211": _Facts(31650, 21100, 211),
-    "DTD": _Facts(1880, 1880, 47),
-    "FGVCAircraft": _Facts(3334, 3333, 100, (1024, 768)),
-    "Flowers102": _Facts(1020, 6149, 102, (667, 500)),
-    "Food101": _Facts(75750, 25250, 101, (512, 512)),
-    "GTSRB": _Facts(26640, 12630, 43, (50, 50)),
-    "OxfordIIITPet": _Facts(3680, 3669, 37),
-    "PCAM": _Facts(262144, 32768, 2, (96, 96)),
-    "Places365": _Facts(1803460, 36500, 365, (256, 256)),
-    "StanfordCars": _Facts(8144, 8041, 196, (700, 480)),
-    "SUN397": _Facts(108754, 108754, 397),
-    "CelebA": _Facts(162770, 19962, 0, (178, 218), target="attributes"),
-    "VOCSegmentation": _Facts(1464, 1449, 21, target="mask"),
-    "SBDataset": _Facts(8498, 2857, 21, target="mask"),
-    "Cityscapes": _Facts(2975, 500, 19, (2048, 1024), target="mask"),
-    "CocoDetection": _Facts(118287, 5000, 90, (640, 480), target="boxes"),
-    "CocoCaptions": _Facts(82783, 40504, 0, (640, 480), target="captions"),
+    name: _Facts(**{**facts, "size": tuple(facts.get("size", made.PHOTO))})
+    for name, facts in KNOWN["images"].items()
 }
 _STATE = "_tilefit_facts"
 
