@@ -294,3 +294,49 @@ for _ in range(4):
     assert outcome.exit_code == 1
     assert not outcome.left
     assert Path("train.py").read_text() == text
+
+
+def test_what_a_step_does_beside_its_passes_is_not_for_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""\
+import copy
+
+import torch
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return x + y * torch.sigmoid(1.7 * y) + 0.1 * torch.tanh(y)
+
+
+net = torch.nn.Sequential(*(Block() for _ in range(8))).to("cuda")
+averaged = copy.deepcopy(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    net(torch.randn(4096, 256, device="cuda")).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for mean, p in zip(averaged.parameters(), net.parameters()):
+            mean.copy_(0.9 * mean + 0.1 * p)
+""")
+    request = FixRequest(
+        target="train.py",
+        options=TargetOptions(),
+        gpu=resolve("h200")[0],
+        selection=Selection(select=("NTC001", "FOR001")),
+        program=ProgramOptions("train.py"),
+    )
+    session = ProgramFixSession(request)
+    (patch,) = session.patches.made
+    findings = {finding.code: finding for finding in session.assessment.findings}
+    assert (patch.code, patch.where) == ("NTC001", "train.py:19")
+    assert patch.gain_s == pytest.approx(findings["NTC001"].gain_s, rel=0.02)
+    assert {each.reason for each in session.patches.by_hand} == {"there is no multi-tensor form of copy_"}

@@ -14,6 +14,7 @@ from torch import nn
 
 from tilefit import units
 from tilefit.capture.trees import own_part, untransformed
+from tilefit.cost.fusion import beside
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.ops import FORWARD, StepOp
 
@@ -127,7 +128,7 @@ class Compiling:
     @property
     def share(self) -> float:
         """Of the forward pass's operations, those that ran compiled."""
-        forward = sum(entry.phase == FORWARD for entry in self._ops)
+        forward = sum(entry.phase == FORWARD for entry in self._ops) - len(beside(self._ops))
         return 1.0 if self.whole else self._count() / forward if forward else 0.0
 
     @property

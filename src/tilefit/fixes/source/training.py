@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
+import ast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -315,7 +316,8 @@ def _loop_at_once(finding: Finding, context: Context, files: Files) -> Change:
     refuse(not loops, f"line {line} of {syntax.file.name} is in no loop")
     torch, imports = imported(syntax, "torch")
     loop = loops[-1]
-    edit = syntax.replaced(loop, at_once(syntax, loop, torch))
+    between = f"{syntax.file.newline_after(syntax.start(loop))}{syntax.indentation(syntax.line(loop))}"
+    edit = syntax.replaced(loop, between.join(at_once(syntax.code(loop), torch)))
     summary = f"{torch}._foreach_… for the loop"
     return Change.of([*imports, (syntax, edit)], syntax.line(loop), summary, level=SAFE)
 
@@ -324,96 +326,60 @@ def _loop_at_once(finding: Finding, context: Context, files: Files) -> Change:
 _METHODS = frozenset("mul_ add_ sub_ div_ lerp_ addcmul_ addcdiv_ clamp_min_ clamp_max_ neg_ zero_".split())
 
 
-def at_once(syntax: Syntax, loop: cst.For, torch: str) -> str:
-    """The statements that do to all tensors at once what the body does to each.
+def at_once(loop: str, torch: str) -> Iterator[str]:
+    """The statements that do to all tensors at once what the body of a loop does to each.
 
     ``for a, b in zip(x.parameters(), y.parameters()): a.mul_(d).add_(b, alpha=1 - d)``.
 
     Raises:
         RefusedError: the loop is another.
     """
-    lists = _lists(syntax, loop)
-    target, operations = _operations(loop)
-    refuse(target.partition(".")[0] not in lists, "the loop writes to another tensor than those it goes over")
-    indentation = syntax.indentation(syntax.line(loop))
-    newline = syntax.file.newline_after(syntax.start(loop))
-    return f"{newline}{indentation}".join(
-        f"{torch}._foreach_{name}({', '.join([_listed(target, lists), *arguments])})"
-        for name, given in operations
-        for arguments in [_arguments(syntax, given, lists)]
-    )
-
-
-def _lists(syntax: Syntax, loop: cst.For) -> dict[str, str]:
-    """What each name of the loop goes over: calls of ``parameters()``, which may be asked twice."""
-    match loop:
-        case cst.For(
-            target=cst.Tuple(elements=names), iter=cst.Call(func=cst.Name(value="zip"), args=over)
-        ) if len(names) == len(over):
-            pairs = [(element.value, argument.value) for element, argument in zip(names, over, strict=True)]
-        case _:
-            pairs = [(loop.target, loop.iter)]
-    lists = {}
-    for pair in pairs:
-        match pair:
-            case (
-                cst.Name(value=text),
-                cst.Call(func=cst.Attribute(attr=cst.Name(value="parameters")), args=[]) as asked,
-            ):
-                lists[text] = syntax.code(asked)
-            case _:
-                pairs = []
-    refuse(not pairs or loop.orelse or loop.asynchronous, "the loop is not over parameters() alone")
-    return lists
-
-
-def _operations(loop: cst.For) -> tuple[str, list[tuple[str, list[cst.Arg]]]]:
-    """The tensor that the only statement writes to, and the methods it calls, in order."""
-    match loop.body:
-        case cst.IndentedBlock(body=[cst.SimpleStatementLine(body=[cst.Expr(value=call)])]):
-            pass
+    match ast.parse(loop).body:
+        case [ast.For(body=[ast.Expr(value=call)], orelse=[], target=target, iter=over)]:
+            lists = _lists(loop, target, over)
         case _:
             raise RefusedError("the loop does more than one thing")
-    found: list[tuple[str, list[cst.Arg]]] = []
-    node: cst.BaseExpression = call
-    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        if node.func.attr.value not in _METHODS:
-            raise RefusedError(f"there is no multi-tensor form of {node.func.attr.value}")
-        found.insert(0, (node.func.attr.value, list(node.args)))
-        node = node.func.value
-    return _tensor(node), found
+    operations: list[tuple[str, ast.Call]] = []
+    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        name = call.func.attr
+        refuse(name not in _METHODS, f"there is no multi-tensor form of {name}")
+        operations.insert(0, (name, call))
+        call = call.func.value
+    written_to = _listed(call, lists)
+    refuse(not written_to, "the loop writes to something else than the tensors it goes over")
+    for name, each in operations:
+        arguments = [written_to]
+        for argument in (*each.args, *each.keywords):
+            names = {node.id for node in ast.walk(argument) if isinstance(node, ast.Name)}
+            listed = _listed(argument, lists)
+            refuse(not listed and names & lists.keys(), "what it adds depends on each tensor")
+            arguments.append(listed or str(ast.get_source_segment(loop, argument)))
+        yield f"{torch}._foreach_{name}({', '.join(arguments)})"
 
 
-def _tensor(node: cst.BaseExpression) -> str:
-    """``p`` or ``p.data``; what else is written to, nobody knows the list of."""
-    match node:
-        case cst.Name(value=name):
-            return name
-        case cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value="data")):
-            return f"{name}.data"
-    raise RefusedError("the loop writes to something else than its tensors")
+def _lists(loop: str, target: ast.expr, over: ast.expr) -> dict[str, str]:
+    """What each name of a loop goes over: calls of ``parameters()``, which may be asked twice."""
+    match target, over:
+        case ast.Tuple(elts=names), ast.Call(func=ast.Name(id="zip"), args=lists, keywords=[]):
+            pairs = list(zip_longest(names, lists))
+        case _:
+            pairs = [(target, over)]
+    found = {}
+    for pair in pairs:
+        match pair:
+            case ast.Name(id=name), ast.Call(func=ast.Attribute(attr="parameters"), args=[], keywords=[]):
+                found[name] = str(ast.get_source_segment(loop, pair[1]))
+            case _:
+                raise RefusedError("the loop is not over parameters() alone")
+    return found
 
 
-def _listed(tensor: str, lists: dict[str, str]) -> str:
-    name, dot, _ = tensor.partition(".")
-    return f"[each.data for each in {lists[name]}]" if dot else f"list({lists[name]})"
-
-
-def _arguments(syntax: Syntax, arguments: list[cst.Arg], lists: dict[str, str]) -> list[str]:
-    """The arguments, with lists for tensors; a number may not depend on which tensor it is for."""
-    written = []
-    for argument in arguments:
-        names = {name.value for name in syntax.all(cst.Name, argument.value)} & lists.keys()
-        word = f"{argument.keyword.value}=" if argument.keyword else ""
-        if names:
-            code = syntax.code(argument.value).removesuffix(".data").removesuffix(".detach()")
-            refuse(word or argument.star or code not in lists, "what it adds depends on each tensor")
-            code = syntax.code(argument.value)
-            form = ".data" if code.endswith((".data", ".detach()")) else ""
-            written.append(_listed(f"{next(iter(names))}{form}", lists))
-        else:
-            written.append(f"{word}{syntax.code(argument.value)}")
-    return written
+def _listed(tensor: ast.AST, lists: Mapping[str, str]) -> str:
+    """The list of what ``p``, ``p.data`` or ``p.detach()`` is one of; empty for what else there may be."""
+    name, _, part = ast.unparse(tensor).partition(".")
+    if name not in lists or part not in ("", "data", "detach()"):
+        return ""
+    return f"[each.data for each in {lists[name]}]" if part else f"list({lists[name]})"
 
 
 # ---- places ------------------------------------------------------------------------------------
