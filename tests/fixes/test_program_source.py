@@ -194,6 +194,8 @@ def test_copies_of_batches_are_not_waited_for(tmp_path: Path) -> None:
     [
         lambda text: text.replace("for x, y in loader:", "while True:\n    x, y = next(batches)"),
         lambda text: text.replace("    loss.backward()", "    loss.backward(); y.mul_(2)"),
+        lambda text: text.replace("    loss.backward()", "    loss.backward(); torch.add(y, 1, out=y)"),
+        lambda text: text.replace("    x, y = x.to", "    rows = x.numpy()\n    x, y = x.to"),
     ],
 )
 def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any) -> None:
@@ -211,6 +213,8 @@ def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any)
         ("FOR001", "a.data.mul_", "averaged.parameters()", "averaged"),
         ("FOR001", "a.data.mul_", "a.data.mul_(decay)", "a.data.mul_(decay).round_()"),
         ("SYN001", "total +=", "total += loss.item() * len(x)", "log(total); total += len(x)"),
+        ("SYN001", "total +=", "total += loss.item()", "total += [loss.item()]"),
+        ("SYN001", "total +=", "total += loss.item()", "total += math.exp(loss.item())"),
         ("SYN002", "x.to(", "batch_size=64", "**options"),
         ("ANO001", "anomaly", "set_detect_anomaly(True)", "set_detect_anomaly(debug)"),
     ],

@@ -230,11 +230,18 @@ def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Change:
         if syntax.line(statement) == line and isinstance(statement.operator, cst.AddAssign)
         for call in syntax.all(cst.Call, statement)
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "item" and not call.args
+        if all(isinstance(each, cst.BinaryOperation) for each in _between(syntax, call, statement))
     ]
     refuse(not edits, "the values are read for other things than a sum that is kept")
     note = "the sum is then a tensor on the GPU, with the loss's precision: float(total) where it is used"
     syntax, first = edits[0]
     return Change.of(edits, syntax.file.line_of(first.start), "+= loss.detach()", note)
+
+
+def _between(syntax: Syntax, node: cst.CSTNode, outer: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """The nodes around one, up to another."""
+    while (node := syntax.parent(node)) is not outer:
+        yield node
 
 
 def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Change:
@@ -285,13 +292,15 @@ def _of_batch(syntax: Syntax, call: cst.Call) -> bool:
 
 
 def _written_in_place(syntax: Syntax, names: Collection[str]) -> bool:
-    """Whether the file writes into a tensor of one of these names."""
+    """Whether the file writes into a tensor of one of these names, or makes an array of its memory."""
     for call in syntax.all(cst.Call):
         match call.func:
             case cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value=method)):
-                if name in names and method.endswith("_") and not method.endswith("__"):
+                writes = method.endswith("_") and not method.endswith("__")
+                if name in names and (writes or method == "numpy"):
                     return True
     targets: Iterator[cst.CSTNode] = chain(
+        (out.value for call in syntax.all(cst.Call) if (out := keyword(call, "out"))),
         (each.target for each in syntax.all(cst.AugAssign)),
         (each.target for each in syntax.all(cst.AssignTarget) if isinstance(each.target, cst.Subscript)),
     )
