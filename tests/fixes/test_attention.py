@@ -332,11 +332,28 @@ def mild(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return (q @ k.mT).masked_fill(m.causal[:, :, : q.shape[2], : q.shape[2]] == 0, -2.0).softmax(-1) @ v
 
 
+def into(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = torch.zeros(q.shape[0] * HEADS, q.shape[2], q.shape[2], dtype=q.dtype)
+    scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT)
+    return scores.view(*q.shape[:3], -1).softmax(-1) @ v
+
+
+def into_out(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    with torch.no_grad():
+        scores = torch.zeros(q.shape[0] * HEADS, q.shape[2], q.shape[2], dtype=q.dtype)
+        torch.baddbmm(scores, q.flatten(0, 1), k.flatten(0, 1).mT, out=scores)
+    return scores.view(*q.shape[:3], -1).softmax(-1) @ v
+
+
+def reduced(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return v * torch.einsum("bhqd,bhqd->", q, k) + torch.einsum("bqd,bqd->b", q[:, 0], k[:, 0]).sum()
+
+
 @pytest.mark.parametrize(
     "core",
     [
         *(squared, other_axis, tempered, stable, pruned, overwritten, aliased, half_detached, listed),
-        *(floored, with_out, named, mild),
+        *(floored, with_out, named, mild, into, into_out, reduced),
     ],
 )
 def test_whatever_else_is_done_is_done_as_before(core: Core) -> None:
