@@ -125,6 +125,7 @@ class Scores(torch.Tensor):
         fusing: Where it was made.
         query, key: [..., queries, width] and [..., keys, width]; the scores are their products.
         sizes, kind: Shape and element type of the tensor.
+        operands, stamp: Query and key as they were first, with what tells that nobody has written to them.
         made_by: The call that makes the tensor: function and arguments.
         state: What such a call depends on besides: autograd and autocast.
         factor, bias: The scores are the products times this, plus this (broadcast) ...
@@ -142,6 +143,8 @@ class Scores(torch.Tensor):
     key: torch.Tensor
     sizes: torch.Size
     kind: torch.dtype
+    operands: tuple[torch.Tensor, torch.Tensor]
+    stamp: Any
     made_by: tuple[Any, Any, Any]
     state: tuple[bool, torch.dtype | None]
     factor: float = 1.0
@@ -182,6 +185,7 @@ class Scores(torch.Tensor):
                     "these attention weights were used in a fused kernel, which does not tell what it "
                     "dropped; to read them, take the fix fuse-attention back (plan.undo())"
                 )
+            self.require_operands()
             func, args, kwargs = self.made_by
             grad, cast = self.state
             kind = self.query.device.type
@@ -192,6 +196,18 @@ class Scores(torch.Tensor):
                 self.value = _computed(self.fusing.plainly(func, args, kwargs))
         return self.value
 
+    def require_operands(self) -> None:
+        """Refuse to multiply what was written to since by what no one sees who follows calls.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        if _stamp(*self.operands) != self.stamp:
+            raise RuntimeError(
+                "what attention scores are made of was written to before they were used; take the fix "
+                "fuse-attention back (plan.undo(), tilefit.strip)"
+            )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return called(func, args, kwargs or {})
@@ -199,6 +215,10 @@ class Scores(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_computed(args), **_computed(kwargs or {}))
+
+
+def _stamp(*tensors: torch.Tensor) -> Any:
+    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
 
 
 def _refuse(gradient: torch.Tensor) -> None:
@@ -230,11 +250,14 @@ def _state(tensor: torch.Tensor) -> tuple[bool, torch.dtype | None]:
 
 
 _IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split())
+#: Sets ``.data``, or an element; or gives the memory to others, who may write there (a kernel of one's own).
+_IN_PLACE |= {"__set__", "__setitem__", "numpy", "__array__", "__dlpack__", "data_ptr"}
 
 
 def _is_in_place(name: str) -> bool:
     """Whether the call of this name writes into its first argument."""
-    return name in _IN_PLACE or name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__")
+    # An overload of an operator is called ``mul_.Tensor``.
+    return name in _IN_PLACE or "_." in name or (name[-1:] == "_" and name[-2:] != "__")
 
 
 # ---- what calls do to scores -------------------------------------------------------------------
@@ -527,9 +550,18 @@ def _begun(mode: Fusing, func: Any, args: Any, kwargs: Any) -> Scores:
     lead = (a if b == 1 else b for a, b in pairs)
     sizes = torch.Size((*lead, query.shape[-2], key.shape[-2]))
     kind = state[1] or query.dtype
-    made_by = func, args, kwargs
-    begun = Scores.of(fusing=mode, query=query, key=key, sizes=sizes, kind=kind, made_by=made_by, state=state)
-    vars(begun).update(more)
+    begun = Scores.of(
+        fusing=mode,
+        query=query,
+        key=key,
+        sizes=sizes,
+        kind=kind,
+        operands=(query, key),
+        stamp=_stamp(query, key),
+        made_by=(func, args, kwargs),
+        state=state,
+        **more,
+    )
     _need(begun.bias is None or _fits(begun.bias, begun))
     return begun
 
@@ -586,6 +618,7 @@ def _attended(scores: Scores, value: torch.Tensor) -> torch.Tensor:
     _need(scores.softmaxed and _is_operand(value) and value.shape[:-1] == (*lead, key.shape[-2]))
     _need(cast or query.dtype == value.dtype == scores.kind)
     _need(not scores.fusing.is_kept())
+    scores.require_operands()
     causal = _is_causal(scores)
     mask = None if causal else scores.bias
     nowhere = None
