@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -95,8 +95,6 @@ def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
 def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> Change:
     """Statements ``model.method``: beside those that make the optimizers of each model that is asked for its
     parameters there, and behind those that make the models that no optimizer steps."""
-    edits: list[tuple[Syntax, Edit]] = []
-    done: dict[tuple[Syntax, str], int] = {}
     places = [*beside_optimizers(context, files, behind)]
     note = ""
     calls = _program(context.step).models or ("",)  # which is refused
@@ -107,20 +105,13 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
             if not places:
                 raise
             note = f"{refused.what}, and it is left as it is"
-    for syntax, statement, models, after in places:
-        torch, imports = imported(syntax, "torch") if "torch." in method else ("torch", [])
-        first = syntax.line(statement)
-        place = syntax.line_end(statement) if after else syntax.file.line_starts[first - 1]
-        newline, indentation = syntax.file.newline_after(place), syntax.indentation(first)
-        new = [name for name in models if (syntax, name) not in done]
-        lines = [f"{indentation}{name}.{method}".replace("torch.", f"{torch}.") for name in new]
-        text = "".join(f"{newline}{line}" if after else f"{line}{newline}" for line in lines)
-        edits += [
-            each for each in (*imports, (syntax, Edit(place, place, text))) if new and each not in edits
-        ]
-        done |= dict.fromkeys(((syntax, name) for name in new), syntax.file.line_of(place) + after)
-    summary = ", ".join(f"{name}.{method}" for _, name in done)
-    return Change.of(edits, next(iter(done.values())), summary, note, SAFE)
+    models = dict.fromkeys((place.syntax, name) for place in places for name in place.models)
+    summary = ", ".join(f"{name}.{method}" for _, name in models)
+
+    def lines(name: str, syntax: Syntax) -> list[str]:
+        return [f"{name}.{method}".replace("torch.", f"{imported(syntax, 'torch')[0]}.")]
+
+    return statements(places, lines, summary, ["torch"] * ("torch." in method), note)
 
 
 class Place(NamedTuple):
@@ -130,6 +121,39 @@ class Place(NamedTuple):
     statement: cst.SimpleStatementLine
     models: list[str]
     after: bool
+
+
+def statements(
+    places: Iterable[Place],
+    lines: Callable[[str, Syntax], Iterable[str]],
+    summary: str,
+    needed: Iterable[str] = (),
+    note: str = "",
+) -> Change:
+    """Statements of models beside those that are there, once for each model.
+
+    Args:
+        places: Where.
+        lines: Of the statements, by the model's name and the file; tabs stand for its indentation.
+        summary, note: Of the change.
+        needed: Modules that they need.
+    """
+    edits: dict[tuple[Syntax, Edit], None] = {}
+    done: dict[tuple[Syntax, str], int] = {}
+    for syntax, statement, models, after in places:
+        begin = syntax.line(statement)
+        at = syntax.line_end(statement) if after else syntax.file.line_starts[begin - 1]
+        newline, indentation = syntax.file.newline_after(at), syntax.indentation(begin)
+        new = [name for name in models if (syntax, name) not in done]
+        own = [line.replace("\t", syntax.tree.default_indent) for name in new for line in lines(name, syntax)]
+        text = "".join(
+            f"{newline}{indentation}{each}" if after else f"{indentation}{each}{newline}" for each in own
+        )
+        if new:
+            edits |= dict.fromkeys(edit for module in needed for edit in imported(syntax, module)[1])
+            edits[syntax, Edit(at, at, text)] = None
+        done |= dict.fromkeys(((syntax, name) for name in new), syntax.file.line_of(at) + after)
+    return Change.of(edits, next(iter(done.values())), summary, note, SAFE)
 
 
 def beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[Place]:
