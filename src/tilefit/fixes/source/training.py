@@ -385,7 +385,8 @@ def at_once(loop: str, torch: str) -> Iterator[str]:
         for argument in (*each.args, *each.keywords):
             names = {node.id for node in ast.walk(argument) if isinstance(node, ast.Name)}
             listed = _listed(argument, lists)
-            refuse(not listed and names & lists.keys(), "what it adds depends on each tensor")
+            is_other = names & lists.keys() or not _is_steady(argument)
+            refuse(not listed and is_other, "what it adds depends on each tensor")
             arguments.append(listed or str(ast.get_source_segment(loop, argument)))
         yield f"{torch}._foreach_{name}({', '.join(arguments)})"
 
@@ -400,11 +401,25 @@ def _lists(loop: str, target: ast.expr, over: ast.expr) -> dict[str, str]:
     found = {}
     for pair in pairs:
         match pair:
-            case ast.Name(id=name), ast.Call(func=ast.Attribute(attr="parameters"), args=[], keywords=[]):
-                found[name] = str(ast.get_source_segment(loop, pair[1]))
+            case (
+                ast.Name(id=name),
+                ast.Call(func=ast.Attribute(attr="parameters", value=owner), args=[], keywords=[]) as asked,
+            ) if _is_steady(owner):
+                found[name] = str(ast.get_source_segment(loop, asked))
             case _:
                 raise RefusedError("the loop is not over parameters() alone")
     return found
+
+
+#: Functions that say the same whenever they are asked.
+_STEADY = frozenset("abs float int len max min pow".split())
+
+
+def _is_steady(node: ast.AST) -> bool:
+    """Whether code may be run once or twice in place of once for each tensor: it calls nothing of others."""
+    acting = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
+    found = [each for each in ast.walk(node) if isinstance(each, acting)]
+    return all(isinstance(each, ast.Call) and getattr(each.func, "id", "") in _STEADY for each in found)
 
 
 def _listed(tensor: ast.AST, lists: Mapping[str, str]) -> str:
