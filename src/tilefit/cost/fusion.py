@@ -147,17 +147,22 @@ def fuse(step: Step) -> Step:
 
 
 def beside(ops: Sequence[StepOp]) -> list[StepOp]:
-    """What a training step does beside its passes (moving averages of weights, clipping by hand, metrics):
-    forward operations outside of all modules, with results that no module and no backward pass reads."""
-    found: list[StepOp] = []
+    """What a training step does to its parameters beside its passes (moving averages of weights): forward
+    operations of lines outside of all modules that touch parameters, and others of the same tensors, with
+    results that no module, no loss and no backward pass reads."""
+    graded = {entry.site.source for entry in ops if entry.phase not in (FORWARD, OPTIMIZER)}
+    unread: list[StepOp] = []
     read: set[int] = set()
-    for entry in reversed(ops) if any(entry.phase not in (FORWARD, OPTIMIZER) for entry in ops) else ():
-        is_outside = entry.phase == FORWARD and not entry.site.module
+    for entry in reversed(ops) if graded else ():
+        is_outside = entry.phase == FORWARD and not entry.site.module and entry.site.source not in graded
         if is_outside and read.isdisjoint(ref.id for ref in entry.outputs):
-            found.append(entry)
+            unread.append(entry)
         elif entry.phase != OPTIMIZER:
             read.update(ref.id for ref in entry.inputs)
-    return found
+    refs = [(entry.site.source, (*entry.inputs, *entry.outputs)) for entry in unread]
+    lines = {line for line, own in refs if any(ref.parameter for ref in own)}
+    touched = {ref.id for line, own in refs if line in lines for ref in own}
+    return [e for e in unread if e.site.source in lines or touched & {ref.id for ref in e.outputs}]
 
 
 def _skipped(ops: Sequence[StepOp]) -> Callable[[StepOp], bool]:
