@@ -7,9 +7,11 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -332,11 +334,61 @@ def mild(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return (q @ k.mT).masked_fill(m.causal[:, :, : q.shape[2], : q.shape[2]] == 0, -2.0).softmax(-1) @ v
 
 
+def into(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = torch.zeros(q.shape[0] * HEADS, q.shape[2], q.shape[2], dtype=q.dtype)
+    scores.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT)
+    return scores.view(*q.shape[:3], -1).softmax(-1) @ v
+
+
+def into_out(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    with torch.no_grad():
+        scores = torch.zeros(q.shape[0] * HEADS, q.shape[2], q.shape[2], dtype=q.dtype)
+        torch.baddbmm(scores, q.flatten(0, 1), k.flatten(0, 1).mT, out=scores)
+    return scores.view(*q.shape[:3], -1).softmax(-1) @ v
+
+
+def doubled(m: Any, q: Any, k: Any, v: Any, mask: Any, double: Any) -> torch.Tensor:
+    scores = q @ k.mT
+    with torch.no_grad():
+        double(q)
+    return scores.softmax(-1) @ v
+
+
+def set_twice(q: Any) -> None:
+    q.data = 2 * q
+
+
+#: Ways to write to a factor of scores that no method of a tensor's is.
+DOUBLED = (
+    lambda q: torch.ops.aten.mul_.Tensor(q, 2.0),
+    lambda q: np.multiply(q.detach().numpy(), 2, out=q.detach().numpy()),
+    set_twice,
+)
+
+
+@pytest.mark.parametrize("double", DOUBLED)
+def test_a_factor_that_is_written_to_in_a_way_of_its_own(double: Any) -> None:
+    original = made(partial(doubled, double=double))
+    with torch.no_grad():
+        expected, found = (model(**inputs(masked=False)) for model in (original, fused(original)))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_factor_that_is_written_to_unseen_is_an_error() -> None:
+    model = fused(made(partial(doubled, double=lambda q: q.set_(2 * q))))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="take the fix fuse-attention back"):
+        model(**inputs(masked=False))
+
+
+def reduced(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return v * torch.einsum("bhqd,bhqd->", q, k) + torch.einsum("bqd,bqd->b", q[:, 0], k[:, 0]).sum()
+
+
 @pytest.mark.parametrize(
     "core",
     [
         *(squared, other_axis, tempered, stable, pruned, overwritten, aliased, half_detached, listed),
-        *(floored, with_out, named, mild),
+        *(floored, with_out, named, mild, into, into_out, reduced),
     ],
 )
 def test_whatever_else_is_done_is_done_as_before(core: Core) -> None:

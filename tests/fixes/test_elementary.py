@@ -161,6 +161,20 @@ def test_an_attribute_that_changes_later_counts() -> None:
         torch.testing.assert_close(model(x), original(x), equal_nan=True)
 
 
+class OfSums(RmsNorm):
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if residual is None else x + residual)
+
+
+def test_arguments_that_a_function_has_not() -> None:
+    original, x = OfSums(8).double(), torch.randn(4, 8, dtype=torch.double)
+    changed = copy.deepcopy(original)
+    give(changed, "", recognised(changed))
+    torch.testing.assert_close(changed(x), original(x))
+    torch.testing.assert_close(changed(x=x), original(x=x))
+    torch.testing.assert_close(changed(x, residual=x), original(x, x))
+
+
 def test_element_types_of_results() -> None:
     """On shapes alone, as on a GPU; the CPU computes what was written."""
     for module, shape in ((RmsNorm(8), (4, 8)), (WrittenGelu(), (4, 8))):

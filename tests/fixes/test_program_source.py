@@ -196,6 +196,8 @@ def test_copies_of_batches_are_not_waited_for(tmp_path: Path) -> None:
     [
         lambda text: text.replace("for x, y in loader:", "while True:\n    x, y = next(batches)"),
         lambda text: text.replace("    loss.backward()", "    loss.backward(); y.mul_(2)"),
+        lambda text: text.replace("    loss.backward()", "    loss.backward(); torch.add(y, 1, out=y)"),
+        lambda text: text.replace("    x, y = x.to", "    rows = x.numpy()\n    x, y = x.to"),
     ],
 )
 def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any) -> None:
@@ -210,9 +212,14 @@ def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any)
         ("NTC001", "torch.optim", "model.parameters(), lr", "[p for m in all for p in m.parameters()], lr"),
         ("NTC001", "torch.optim", "model.parameters(), lr", "parameters, lr"),
         ("FOR001", "a.data.mul_", "alpha=1 - decay", "alpha=a.numel()"),
+        ("FOR001", "a.data.mul_", "alpha=1 - decay", "alpha=random.random()"),
+        ("FOR001", "a.data.mul_", "(decay)", "(next(decays))"),
         ("FOR001", "a.data.mul_", "averaged.parameters()", "averaged"),
+        ("FOR001", "a.data.mul_", "averaged.parameters()", "next(averaged).parameters()"),
         ("FOR001", "a.data.mul_", "a.data.mul_(decay)", "a.data.mul_(decay).round_()"),
         ("SYN001", "total +=", "total += loss.item() * len(x)", "log(total); total += len(x)"),
+        ("SYN001", "total +=", "total += loss.item()", "total += [loss.item()]"),
+        ("SYN001", "total +=", "total += loss.item()", "total += math.exp(loss.item())"),
         ("SYN002", "x.to(", "batch_size=64", "**options"),
         ("ANO001", "anomaly", "set_detect_anomaly(True)", "set_detect_anomaly(debug)"),
     ],
@@ -296,6 +303,52 @@ for _ in range(4):
     assert outcome.exit_code == 1
     assert not outcome.left
     assert Path("train.py").read_text() == text
+
+
+def test_what_a_step_does_beside_its_passes_is_not_for_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""\
+import copy
+
+import torch
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return x + y * torch.sigmoid(1.7 * y) + 0.1 * torch.tanh(y)
+
+
+net = torch.nn.Sequential(*(Block() for _ in range(8))).to("cuda")
+averaged = copy.deepcopy(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    net(torch.randn(4096, 256, device="cuda")).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for mean, p in zip(averaged.parameters(), net.parameters()):
+            mean.copy_(0.9 * mean + 0.1 * p)
+""")
+    request = FixRequest(
+        target="train.py",
+        options=TargetOptions(),
+        gpu=resolve("h200")[0],
+        selection=Selection(select=("NTC001", "FOR001")),
+        program=ProgramOptions("train.py"),
+    )
+    session = ProgramFixSession(request)
+    (patch,) = session.patches.made
+    findings = {finding.code: finding for finding in session.assessment.findings}
+    assert (patch.code, patch.where) == ("NTC001", "train.py:19")
+    assert patch.gain_s == pytest.approx(findings["NTC001"].gain_s, rel=0.02)
+    assert {each.reason for each in session.patches.by_hand} == {"there is no multi-tensor form of copy_"}
 
 
 def test_an_optimizer_that_cannot_be_fused_stays_as_it_is(

@@ -103,6 +103,24 @@ def test_an_input_that_was_written_to_in_between() -> None:
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
+def test_an_input_that_got_other_memory_in_between() -> None:
+    class Replacing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            q = self.q(x)
+            x.data = 2 * x
+            return q, self.k(x), self.v(x)
+
+    model = Replacing().double()
+    x = torch.randn(4, 8, dtype=torch.double)
+    with torch.no_grad():
+        expected, found = (each(x.clone()) for each in (model, merged(model)))
+    torch.testing.assert_close(found, expected)
+
+
 def test_calls_of_one_layer_alone() -> None:
     original = made()
     model = merged(original)

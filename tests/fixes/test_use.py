@@ -635,7 +635,7 @@ def cache_written_to(m: Any) -> Any:
 @pytest.mark.parametrize("fix", ["fuse-attention", "fuse-normalizations"])
 def test_a_fix_is_made_once(fix: str) -> None:
     model, rows = (Causal(-50.0), 16) if fix == "fuse-attention" else (normalized(late=True), 64)
-    plan = planned(model, on_meta(2, 16, rows), fix, verify=False, budget=10)
+    plan = planned(model, on_meta(2, 16, rows), fix, verify=False)  # for ever, if it is proposed again
     assert applied(plan) == {fix}
     assert len(plan.fixes) == 1
     assert torch.isfinite(model(torch.ones(3, 16, rows))).all()

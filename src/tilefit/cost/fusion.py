@@ -16,7 +16,7 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
   memory of results that are kept.
 - A module that runs a recurrent layer is not compiled, nor what it calls: Dynamo skips it
   (``torch._dynamo.config.allow_rnn``). Of three models on an H200 whose outermost module does, none ran a
-  generated kernel.
+  generated kernel. Nor is what a training step does beside its passes (:func:`beside`).
 - A layer norm keeps its normalised input for the backward pass, not the input, unless that is smaller.
 - A sum across rows or over everything is a kernel of its own, in two stages: who needs its result must wait
   for the whole grid. So must the users of statistics over a batch, whose kernel reads its inputs twice.
@@ -101,10 +101,11 @@ _Roots = dict[_Value, int]
 
 def fuse(step: Step) -> Step:
     """The step as a compiled model would run it; as it is where nothing of the model is compiled."""
-    skipped = _skipped(step)
-    if all(map(skipped, step.ops)):
+    lowered = list(_lowered(step))
+    skipped = _skipped(lowered)
+    if all(map(skipped, lowered)):
         return replace(step, settings=replace(step.settings, compiled=False))
-    fusion = _Fusion(list(_lowered(step)), skipped)
+    fusion = _Fusion(lowered, skipped)
     ops = tuple(fusion.kernels())
     return replace(
         step,
@@ -115,12 +116,35 @@ def fuse(step: Step) -> Step:
     )
 
 
-def _skipped(step: Step) -> Callable[[StepOp], bool]:
-    """Tells the operations of modules that run recurrent layers, and of what these call."""
-    layers = [entry.site.module for entry in step.ops if entry.op.kind == "recurrent"]
+def beside(ops: Sequence[StepOp]) -> list[StepOp]:
+    """What a training step does to its parameters beside its passes (moving averages of weights): forward
+    operations of lines outside of all modules that touch parameters, and others of the same tensors, with
+    results that no module, no loss and no backward pass reads."""
+    graded = {entry.site.source for entry in ops if entry.phase not in (FORWARD, OPTIMIZER)}
+    unread: list[StepOp] = []
+    read: set[int] = set()
+    for entry in reversed(ops) if graded else ():
+        is_outside = entry.phase == FORWARD and not entry.site.module and entry.site.source not in graded
+        if is_outside and read.isdisjoint(ref.id for ref in entry.outputs):
+            unread.append(entry)
+        elif entry.phase != OPTIMIZER:
+            read.update(ref.id for ref in entry.inputs)
+    refs = [(entry.site.source, (*entry.inputs, *entry.outputs)) for entry in unread]
+    lines = {line for line, own in refs if any(ref.parameter for ref in own)}
+    touched = {ref.id for line, own in refs if line in lines for ref in own}
+    return [e for e in unread if e.site.source in lines or touched & {ref.id for ref in e.outputs}]
+
+
+def _skipped(ops: Sequence[StepOp]) -> Callable[[StepOp], bool]:
+    """Tells the operations beside the passes, and those of modules that run recurrent layers and what these
+    call."""
+    layers = [entry.site.module for entry in ops if entry.op.kind == "recurrent"]
     owners = {layer.rpartition(".")[0] for layer in layers}
     inside = tuple(owner and f"{owner}." for owner in owners)
-    return lambda entry: entry.phase == OPTIMIZER or f"{entry.site.module}.".startswith(inside)
+    others = {*map(id, beside(ops))}
+    return lambda entry: (
+        entry.phase == OPTIMIZER or id(entry) in others or f"{entry.site.module}.".startswith(inside)
+    )
 
 
 def _places(ops: Sequence[StepOp], kernels: Sequence[StepOp]) -> Callable[[int], int]:

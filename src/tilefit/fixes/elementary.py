@@ -65,12 +65,14 @@ class Elementary(Behaviour):
     results: tuple[tuple[_Types, torch.dtype], ...]
     is_innermost = True
 
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> torch.Tensor:
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         weight = module._parameters.get("weight")
-        dtype = self._result_dtype(module, weight, input)
+        # Of other arguments that it may take nothing is known.
+        is_alone = len(args) == 1 and not kwargs
+        dtype = self._result_dtype(module, weight, args[0]) if is_alone else None
         if dtype is None:
-            return forward(input)  # type: ignore[no-any-return]
-        input = input.to(dtype)
+            return forward(*args, **kwargs)
+        input = args[0].to(dtype)
         if weight is None:
             return FUNCTIONS[self.function](input)
         return F.rms_norm(input, weight.shape, weight.to(dtype), self.epsilon)

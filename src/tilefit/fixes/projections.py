@@ -62,7 +62,7 @@ class Merged(Behaviour):
         dtype = None if space is None else linear_dtype(module, input)
         if space is None or dtype is None:
             return forward(input)  # type: ignore[no-any-return]
-        state = input._version, torch.is_grad_enabled(), dtype
+        state = input._version, input.data_ptr(), torch.is_grad_enabled(), dtype
         found: _Products | None = space.get(self.members)
         if found is None or not found.outputs:
             if not self._can_merge(input, dtype):
@@ -97,12 +97,12 @@ class _Products:
         self.input, self.state = x, state
         self._members = members
         self._states = [state_of(member) for member in members]
-        dtype = state[2]
+        *_, is_graded, dtype = state
         sizes = [len(member.weight) for member in members]
         parameters = [p for name in ("weight", "bias") for p in (m._parameters[name] for m in members)]
         if x.dtype != dtype:
             x = x.to(dtype)
-        if state[1] and any(p is not None and p.requires_grad for p in (x, *parameters)):
+        if is_graded and any(p is not None and p.requires_grad for p in (x, *parameters)):
             outputs = _Product.apply(sizes, x, *parameters)  # type: ignore[no-untyped-call]
         else:
             outputs = _product(sizes, x, parameters)[0]

@@ -13,7 +13,7 @@ import math
 import types
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial, reduce
 from typing import Any
 
@@ -66,10 +66,10 @@ class Fusing(TorchFunctionMode):
         for arg in args:
             if type(arg) is Scores:
                 return called(func, args, kwargs)
-        if func in _PRODUCTS:
-            begun = _begun(self, func, args, kwargs)
-            if begun is not None:
-                return begun
+        if func in _PRODUCTS and self.packing == packing():
+            # Else it is checkpointed by itself, and computed anew outside of the block.
+            with suppress(_OtherError):
+                return _begun(self, func, args, kwargs)
         name = getattr(func, "__name__", "")
         in_place = _is_in_place(name) or kwargs.get("out") is not None or kwargs.get("inplace") is True
         if in_place and self.made:
@@ -125,6 +125,7 @@ class Scores(torch.Tensor):
         fusing: Where it was made.
         query, key: [..., queries, width] and [..., keys, width]; the scores are their products.
         sizes, kind: Shape and element type of the tensor.
+        operands, stamp: Query and key as they were first, with what tells that nobody has written to them.
         made_by: The call that makes the tensor: function and arguments.
         state: What such a call depends on besides: autograd and autocast.
         factor, bias: The scores are the products times this, plus this (broadcast) ...
@@ -142,6 +143,8 @@ class Scores(torch.Tensor):
     key: torch.Tensor
     sizes: torch.Size
     kind: torch.dtype
+    operands: tuple[torch.Tensor, torch.Tensor]
+    stamp: Any
     made_by: tuple[Any, Any, Any]
     state: tuple[bool, torch.dtype | None]
     factor: float = 1.0
@@ -182,6 +185,7 @@ class Scores(torch.Tensor):
                     "these attention weights were used in a fused kernel, which does not tell what it "
                     "dropped; to read them, take the fix fuse-attention back (plan.undo())"
                 )
+            self.require_operands()
             func, args, kwargs = self.made_by
             grad, cast = self.state
             kind = self.query.device.type
@@ -192,6 +196,18 @@ class Scores(torch.Tensor):
                 self.value = _computed(self.fusing.plainly(func, args, kwargs))
         return self.value
 
+    def require_operands(self) -> None:
+        """Refuse to multiply what was written to since by what no one sees who follows calls.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        if _stamp(*self.operands) != self.stamp:
+            raise RuntimeError(
+                "what attention scores are made of was written to before they were used; take the fix "
+                "fuse-attention back (plan.undo(), tilefit.strip)"
+            )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return called(func, args, kwargs or {})
@@ -199,6 +215,10 @@ class Scores(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_computed(args), **_computed(kwargs or {}))
+
+
+def _stamp(*tensors: torch.Tensor) -> Any:
+    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
 
 
 def _refuse(gradient: torch.Tensor) -> None:
@@ -230,11 +250,14 @@ def _state(tensor: torch.Tensor) -> tuple[bool, torch.dtype | None]:
 
 
 _IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split())
+#: Sets ``.data``, or an element; or gives the memory to others, who may write there (a kernel of one's own).
+_IN_PLACE |= {"__set__", "__setitem__", "numpy", "__array__", "__dlpack__", "data_ptr"}
 
 
 def _is_in_place(name: str) -> bool:
     """Whether the call of this name writes into its first argument."""
-    return name in _IN_PLACE or name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__")
+    # An overload of an operator is called ``mul_.Tensor``.
+    return name in _IN_PLACE or "_." in name or (name[-1:] == "_" and name[-2:] != "__")
 
 
 # ---- what calls do to scores -------------------------------------------------------------------
@@ -270,8 +293,9 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
         return scores.fusing.plainly(func, args, kwargs)
     if in_place:  # as it was until now
         args = (Scores.of(**vars(scores)), *args[1:])
-    result = step(*args, **kwargs)
-    if result is NotImplemented:
+    try:
+        result = step(*args, **kwargs)
+    except _OtherError:
         return scores.fusing.plainly(func, args, kwargs)
     if not isinstance(result, dict):
         return result
@@ -286,43 +310,50 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
 _KEYWORDS = frozenset("alpha mask value dim dtype _stacklevel p training inplace".split())
 
 
-def _number(mode: Fusing, value: Any) -> float | None:
+class _OtherError(Exception):
+    """What is done is not what a fused kernel does."""
+
+
+def _need(condition: Any) -> None:
+    """Leave a call that is something else to be made as it is."""
+    if not condition:
+        raise _OtherError
+
+
+def _number(scores: Scores, value: Any) -> float:
     """A number, or a tensor of one element that is known to be one."""
     if isinstance(value, torch.Tensor):
-        return mode.constants.number(value)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        value = scores.fusing.constants.number(value)
+    _need(isinstance(value, int | float) and not isinstance(value, bool))
+    return float(value)
 
 
 def _mul(a: Any, b: Any) -> Any:
     scores, other = (a, b) if isinstance(a, Scores) else (b, a)
-    number = _number(scores.fusing, other)
-    return NotImplemented if number is None else _scaled(scores, number)
+    return _scaled(scores, _number(scores, other))
 
 
 def _div(scores: Any, other: Any) -> Any:
-    number = _number(scores.fusing, other) if isinstance(scores, Scores) else None
-    return _scaled(scores, 1 / number) if number else NotImplemented
+    _need(isinstance(scores, Scores))
+    number = _number(scores, other)
+    _need(number)
+    return _scaled(scores, 1 / number)
 
 
 def _scaled(scores: Scores, factor: float) -> Any:
-    if scores.softmaxed or (scores.masks and not (factor > 0 and scores.fill * factor <= _NEVER)):
-        return NotImplemented
+    _need(not scores.softmaxed)
+    _need(not scores.masks or (factor > 0 and scores.fill * factor <= _NEVER))
     bias = None if scores.bias is None else scores.bias * factor
     fill = scores.fill * factor if scores.masks else scores.fill
     return {"factor": scores.factor * factor, "bias": bias, "fill": fill}
 
 
 def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
-    scores, other = (a, b) if isinstance(a, Scores) else (b, a)
-    return _biased(scores, other) if alpha == 1 else NotImplemented
-
-
-def _biased(scores: Scores, bias: Any) -> Any:
-    if scores.softmaxed or not _fits(bias, scores) or not bias.is_floating_point():
-        return NotImplemented
+    scores, bias = (a, b) if isinstance(a, Scores) else (b, a)
+    _need(alpha == 1 and not scores.softmaxed and _fits(bias, scores) and bias.is_floating_point())
+    # Else a row that is masked throughout would become the bias's softmax.
+    _need(not scores.masks or scores.fill == -math.inf)
     bias = _narrow(bias)
-    if scores.masks and scores.fill != -math.inf:
-        return NotImplemented  # a row that is masked throughout would become the bias's softmax
     dtype = torch.promote_types(scores.kind, bias.dtype)
     return {"bias": bias if scores.bias is None else scores.bias + bias, "kind": dtype}
 
@@ -350,19 +381,16 @@ def _where(a: Any, b: Any, c: Any) -> Any:
 
 
 def _masked(scores: Any, mask: Any, value: Any, *, keep: bool = False) -> Any:
-    fill = _number(scores.fusing, value) if isinstance(scores, Scores) else None
-    if fill is None or not fill <= _NEVER or scores.softmaxed or not _fits(mask, scores):
-        return NotImplemented
-    if -math.inf < fill < torch.finfo(scores.kind).min:  # an error, or minus infinity
-        return NotImplemented
-    if mask.dtype != torch.bool or (scores.masks and scores.fill != fill):
-        return NotImplemented
+    _need(isinstance(scores, Scores) and not scores.softmaxed and _fits(mask, scores))
+    fill = _number(scores, value)
+    # What no number of the type is: an error, or minus infinity.
+    _need(fill <= _NEVER and (fill == -math.inf or fill >= torch.finfo(scores.kind).min))
+    _need(mask.dtype == torch.bool and (not scores.masks or scores.fill == fill))
     return {"masks": (*scores.masks, (_narrow(mask), keep)), "fill": fill}
 
 
 def _softmax(scores: Any, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
-    if not isinstance(scores, Scores) or scores.softmaxed or dim not in (-1, len(scores.sizes) - 1):
-        return NotImplemented
+    _need(isinstance(scores, Scores) and not scores.softmaxed and dim in (-1, len(scores.sizes) - 1))
     dtype = next((value for value in rest if isinstance(value, torch.dtype)), dtype)
     if dtype is None:
         dtype = torch.float32 if scores.state[1] else scores.kind
@@ -372,17 +400,16 @@ def _softmax(scores: Any, dim: Any = None, *rest: Any, dtype: Any = None, _stack
 def _dropout(scores: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if not training or p == 0:
         return {}
-    if inplace or not scores.softmaxed or scores.dropped or p >= 1:
-        return NotImplemented
+    _need(not inplace and scores.softmaxed and not scores.dropped and p < 1)
     return {"dropped": p}
 
 
 def _to(scores: Any, target: Any = None, *rest: Any, dtype: Any = None) -> Any:
     if not isinstance(scores, Scores):  # a tensor that is to be like the scores
-        return scores.to(target.device, target.dtype) if target is not None else NotImplemented
+        _need(target is not None)
+        return scores.to(target.device, target.dtype)
     target = getattr(target, "dtype", target) if target is not None else dtype
-    if rest or not isinstance(target, torch.dtype) or not target.is_floating_point:
-        return NotImplemented
+    _need(not rest and isinstance(target, torch.dtype) and target.is_floating_point)
     return {"kind": target}
 
 
@@ -390,13 +417,11 @@ def _view(scores: Any, *sizes: Any) -> Any:
     """Other sizes before the last two."""
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = tuple(sizes[0])
-    if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes):
-        return NotImplemented
+    _need(len(sizes) > 1 and all(isinstance(size, int) for size in sizes))
     if -1 in sizes:
         others = -math.prod(sizes)
         sizes = tuple(math.prod(scores.sizes) // others if size == -1 and others else size for size in sizes)
-    if sizes[-2:] != scores.sizes[-2:] or math.prod(sizes) != math.prod(scores.sizes):
-        return NotImplemented
+    _need(sizes[-2:] == scores.sizes[-2:] and math.prod(sizes) == math.prod(scores.sizes))
     lead, old = sizes[:-2], scores.sizes[:-2]
     scores.shares = True
     return {
@@ -418,40 +443,29 @@ def _with_lead(tensor: torch.Tensor, old: Any, new: Any) -> torch.Tensor:
 
 def _mean(scores: Any, dim: Any = None) -> Any:
     """Over heads, as ``nn.MultiheadAttention`` returns it."""
-    if dim != 1 or len(scores.sizes) != 4:
-        return NotImplemented
+    _need(dim == 1 and len(scores.sizes) == 4)
     return {"sizes": scores.sizes[:1] + scores.sizes[2:], "averaged": True}
 
 
 def _expand_as(tensor: Any, scores: Any) -> Any:
-    return tensor.expand(scores.sizes) if isinstance(tensor, torch.Tensor) else NotImplemented
+    _need(not isinstance(tensor, Scores))
+    return tensor.expand(scores.sizes)
 
 
 def _matmul(scores: Any, value: Any) -> Any:
-    if (
-        not isinstance(scores, Scores)
-        or not isinstance(value, torch.Tensor)
-        or value.dim() != len(scores.sizes)
-    ):
-        return NotImplemented
+    _need(isinstance(scores, Scores) and isinstance(value, torch.Tensor) and value.dim() == len(scores.sizes))
     return _attended(scores, value)
 
 
 def _einsum(equation: Any, *operands: Any) -> Any:
-    letters = _letters(equation, operands)
-    if letters is None:
-        return NotImplemented
-    (a, b), (first, second, out) = operands, letters
+    (a, b), (first, second, out) = operands, _letters(equation, operands)
     if not isinstance(a, Scores):
         a, b, first, second = b, a, second, first
-    if not isinstance(a, Scores) or not isinstance(b, torch.Tensor):
-        return NotImplemented
+    _need(isinstance(a, Scores) and isinstance(b, torch.Tensor))
     width = "".join(set(second) - set(first))
-    made, value = first[:-1] + width, _arranged(b, second, first[:-2] + first[-1] + width)
-    if value is None or len(width) != 1 or sorted(out) != sorted(made):
-        return NotImplemented
-    result = _attended(a, value)
-    return result if result is NotImplemented else _arranged(result, made, out)
+    made = first[:-1] + width
+    _need(len(width) == 1 and sorted(out) == sorted(made))
+    return _arranged(_attended(a, _arranged(b, second, first[:-2] + first[-1] + width)), made, out)
 
 
 def _functions(names: str) -> Iterator[Any]:
@@ -506,7 +520,7 @@ def _multi_head(*args: Any, **kwargs: Any) -> Any:
 
 # ---- from the first product to the fused kernel ------------------------------------------------
 
-_PRODUCTS = frozenset(_functions("matmul bmm einsum baddbmm"))
+_PRODUCTS = frozenset(f for f in _functions("matmul bmm einsum baddbmm") if not _is_in_place(f.__name__))
 _WITH_SUM = frozenset(_functions("baddbmm"))
 
 #: Whether nobody has put others in place of these functions: one that calls the original is called twice by
@@ -514,49 +528,50 @@ _WITH_SUM = frozenset(_functions("baddbmm"))
 are_torchs = still(_followed)
 
 
-def _begun(mode: Fusing, func: Any, args: Any, kwargs: Any) -> Scores | None:
+def _begun(mode: Fusing, func: Any, args: Any, kwargs: Any) -> Scores:
     """The scores that a product may be."""
-    if mode.packing != packing():  # it is checkpointed by itself, and computed anew outside of the block
-        return None
-    more: dict[str, Any] | None = {}
-    if func in _WITH_SUM and len(args) == 3:
+    more: dict[str, Any] = {}
+    if func in _WITH_SUM and len(args) == 3 and kwargs.keys() <= {"beta", "alpha"}:
         more = _with_sum(*args, **kwargs)
-        query, key = args[1], args[2]
-    elif kwargs or len(args) != 2 + (func is torch.einsum):
-        return None
+        query, key = args[1:]
     elif func is torch.einsum:
-        query, key = _by_letters(_letters(args[0], args[1:]), *args[1:])
+        query, key = _by_letters(*args, **kwargs)
     else:
+        _need(len(args) == 2 and not kwargs)
         query, key = args
-    if more is None or not (_is_operand(query) and _is_operand(key)) or query.dim() != key.dim():
-        return None
+    _need(_is_operand(query) and _is_operand(key) and query.dim() == key.dim())
     if func is not torch.einsum:
         key = key.transpose(-2, -1)
-    if query.shape[-1] != key.shape[-1] or query.shape[-1] > LARGEST_HEAD:
-        return None
+    _need(query.shape[-1] == key.shape[-1] <= LARGEST_HEAD)
     state = _state(query)
-    if query.dtype != key.dtype and state[1] is None:
-        return None
+    _need(query.dtype == key.dtype or state[1] is not None)
     pairs = list(zip(query.shape[:-2], key.shape[:-2], strict=True))
-    if any(a != b and 1 not in (a, b) for a, b in pairs):
-        return None  # the product will say so
+    _need(all(a == b or 1 in (a, b) for a, b in pairs))  # else the product will say so
     lead = (a if b == 1 else b for a, b in pairs)
     sizes = torch.Size((*lead, query.shape[-2], key.shape[-2]))
     kind = state[1] or query.dtype
-    made_by = func, args, kwargs
-    begun = Scores.of(fusing=mode, query=query, key=key, sizes=sizes, kind=kind, made_by=made_by, state=state)
-    vars(begun).update(more)
-    return begun if begun.bias is None or _fits(begun.bias, begun) else None
+    begun = Scores.of(
+        fusing=mode,
+        query=query,
+        key=key,
+        sizes=sizes,
+        kind=kind,
+        operands=(query, key),
+        stamp=_stamp(query, key),
+        made_by=(func, args, kwargs),
+        state=state,
+        **more,
+    )
+    _need(begun.bias is None or _fits(begun.bias, begun))
+    return begun
 
 
-def _with_sum(bias: Any, query: Any, key: Any, *, beta: Any = 1, alpha: Any = 1) -> dict[str, Any] | None:
+def _with_sum(bias: Any, query: Any, key: Any, *, beta: Any = 1, alpha: Any = 1) -> dict[str, Any]:
     """What ``baddbmm`` makes of the product: ``beta * bias + alpha * product``."""
-    if not isinstance(beta, int | float) or not isinstance(alpha, int | float):
-        return None
+    _need(isinstance(beta, int | float) and isinstance(alpha, int | float))
     if beta == 0:  # whatever memory ``bias`` has is not read
         return {"factor": float(alpha)}
-    if not isinstance(bias, torch.Tensor) or bias.dtype != query.dtype:
-        return None
+    _need(isinstance(bias, torch.Tensor) and bias.dtype == query.dtype)
     return {"factor": float(alpha), "bias": _narrow(bias) * beta}
 
 
@@ -565,62 +580,50 @@ def _is_operand(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and tensor.dim() > 2 and tensor.is_floating_point()
 
 
-def _letters(equation: Any, operands: Any) -> list[str] | None:
+def _letters(equation: Any, operands: Any) -> list[str]:
     """The letters of the two operands of an einsum, and of its result; with "..." as capitals."""
-    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
-        return None
+    _need(isinstance(equation, str) and len(operands) == 2 and "->" in equation)
     inputs, out = equation.replace(" ", "").split("->")
     parts = [*inputs.split(","), out]
     if "..." in equation:
         more = operands[0].dim() + 3 - len(parts[0]) if parts[0].startswith("...") else 0
         dots = "ABCDEFGH"[: max(0, more)]
         parts = [part.replace("...", dots) for part in parts]
-    if len(parts) != 3 or any(len(set(part)) != len(part) or not part.isalpha() for part in parts):
-        return None
-    if any(len(part) != operand.dim() for part, operand in zip(parts, operands, strict=False)):
-        return None
+    _need(len(parts) == 3 and all(len(set(part)) == len(part) and part.isalpha() for part in parts))
+    _need(all(len(part) == operand.dim() for part, operand in zip(parts, operands, strict=False)))
     return parts
 
 
-def _by_letters(letters: list[str] | None, a: Any, b: Any) -> tuple[Any, Any]:
+def _by_letters(equation: Any, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key [..., rows, width] of a product over one letter whose result ends in their rows."""
-    if letters is None:
-        return None, None
-    first, second, out = letters
+    (a, b), (first, second, out) = operands, _letters(equation, operands)
+    _need(len(out) > 1)
     if out[-2] not in first:
         a, b, first, second = b, a, second, first
     width = "".join(set(first) & set(second) - set(out))
-    if len(width) != 1:
-        return None, None
+    _need(len(width) == 1)
     return _arranged(a, first, out[:-1] + width), _arranged(b, second, out[:-2] + out[-1] + width)
 
 
-def _arranged(tensor: torch.Tensor, letters: str, wanted: str) -> torch.Tensor | None:
-    """A tensor whose dimensions have letters, with these in another order; None where others are wanted."""
-    if sorted(letters) != sorted(wanted):
-        return None
+def _arranged(tensor: torch.Tensor, letters: str, wanted: str) -> torch.Tensor:
+    """A tensor whose dimensions have letters, with these in another order."""
+    _need(sorted(letters) == sorted(wanted))
     return tensor.permute([letters.index(letter) for letter in wanted])
 
 
-def _attended(scores: Scores, value: torch.Tensor) -> Any:
+def _attended(scores: Scores, value: torch.Tensor) -> torch.Tensor:
     """The weights times the values, [..., queries, width], in one call."""
     query, key = scores.query, scores.key
-    cast = scores.state[1] is not None
-    if not scores.softmaxed or not _is_operand(value) or value.shape[-2] != key.shape[-2]:
-        return NotImplemented
-    if not cast and not query.dtype == value.dtype == scores.kind:
-        return NotImplemented
-    lead = scores.sizes[:-2]
-    if value.shape[:-2] != lead or scores.fusing.is_kept():
-        return NotImplemented
+    cast, lead = scores.state[1] is not None, scores.sizes[:-2]
+    _need(scores.softmaxed and _is_operand(value) and value.shape[:-1] == (*lead, key.shape[-2]))
+    _need(cast or query.dtype == value.dtype == scores.kind)
+    _need(not scores.fusing.is_kept())
+    scores.require_operands()
     causal = _is_causal(scores)
     mask = None if causal else scores.bias
     nowhere = None
     if not causal and (scores.masks or mask is not None):
-        masking = _masking(scores, query)
-        if masking is None:
-            return NotImplemented
-        query, mask, nowhere = masking
+        query, mask, nowhere = _masking(scores, query)
         if nowhere is not None and value.requires_grad:
             value = _Undefined.apply(value, nowhere)  # type: ignore[no-untyped-call]
     if mask is not None:
@@ -657,15 +660,13 @@ class _Undefined(Function):
         return gradient.masked_fill(nowhere.any(-2, keepdim=True), math.nan), None
 
 
-def _masking(
-    scores: Scores, query: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+def _masking(scores: Scores, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Query and mask for the kernel, which makes zeros of a row without a key that is left; and which rows of
     its result are no numbers.
 
     Such a row's weights are equal, as those of a query of zeros, or not a number where ``fill`` is minus
-    infinity. None where a row has gradients that no kernel computes: beside a mask that was added the scores
-    are lost, and are differentiated all the same.
+    infinity. No kernel computes the gradients of a row whose scores are lost beside a mask that was added,
+    and are differentiated all the same.
     """
     mask, nowhere = scores.bias, None
     if scores.masks:
@@ -685,8 +686,7 @@ def _masking(
     # each row the largest is zero. Where it was so large that the scores were lost beside it, they still are.
     top = mask.detach().amax(-1, keepdim=True)
     lost = top <= -_ABSORBED / torch.finfo(scores.kind).eps
-    if _is_looked_at(scores) and _is_any(lost, scores):
-        return None
+    _need(not _is_looked_at(scores) or not _is_any(lost, scores))
     # Of minus infinity no number, in both passes.
     return query * torch.where(lost, top - top, 1.0).to(query.dtype), mask - top, nowhere
 

@@ -46,7 +46,7 @@ class Stepped(Behaviour):
         base = None if dtype is None else input._base
         if space is None or dtype is None or type(base) is not torch.Tensor or not input.numel():
             return forward(input)  # type: ignore[no-any-return]
-        state = base._version, torch.is_grad_enabled(), dtype, state_of(module)
+        state = base._version, base.data_ptr(), torch.is_grad_enabled(), dtype, state_of(module)
         key = id(base), input.shape, input.stride()
         if key not in space:
             space[key] = _Sequence(base, state, int(input.storage_offset()))
@@ -92,7 +92,7 @@ class _Sequence:
         count = 1 + rest // abs(apart) if apart and rest >= 0 else 0
         if count < 2:
             return {}
-        _, is_graded, dtype, _ = self._state
+        *_, is_graded, dtype, _ = self._state
         weight, bias = layer._parameters["weight"], layer._parameters["bias"]
         assert weight is not None
         offsets = [offset + number * apart for number in range(count)]

@@ -14,6 +14,7 @@ from torch import nn
 
 from tilefit import units
 from tilefit.capture.trees import own_part, untransformed
+from tilefit.cost.fusion import beside
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.ops import FORWARD, StepOp
 
@@ -40,7 +41,8 @@ class Compiling:
     def __init__(self, ops: Sequence[StepOp]) -> None:
         self._ops = ops
         self.whole = self.flex = self.graphed = self._scripted = False
-        self._depth = self._since = self._counted = 0
+        self._depth = self._since = 0
+        self._done: list[range] = []
         #: Classes of PyTorch's of which ``model.compile()`` was asked.
         self._left: dict[str, None] = {}
 
@@ -106,18 +108,14 @@ class Compiling:
             try:
                 return function(*args, **kwargs)
             finally:
-                self._counted = self._count()
+                self._done.append(range(self._since, len(self._ops)))
                 self._depth = 0
 
         return run
 
     def restart(self) -> None:
         """A step begins, perhaps within what is compiled."""
-        self._since = self._counted = 0
-
-    def _count(self) -> int:
-        inside = self._ops[self._since :] if self._depth else ()
-        return self._counted + sum(entry.phase == FORWARD for entry in inside)
+        self._since, self._done = 0, []
 
     @property
     def fuses_flex(self) -> bool:
@@ -127,8 +125,13 @@ class Compiling:
     @property
     def share(self) -> float:
         """Of the forward pass's operations, those that ran compiled."""
-        forward = sum(entry.phase == FORWARD for entry in self._ops)
-        return 1.0 if self.whole else self._count() / forward if forward else 0.0
+        others = {*map(id, beside(self._ops))}
+        now = range(self._since, len(self._ops) if self._depth else 0)
+        inside = {index for each in (*self._done, now) for index in each}
+        forward = [i for i, e in enumerate(self._ops) if e.phase == FORWARD and id(e) not in others]
+        if self.whole or not forward:
+            return float(self.whole)
+        return sum(index in inside for index in forward) / len(forward)
 
     @property
     def notes(self) -> list[str]:

@@ -13,11 +13,10 @@ from tilefit.cost.recompute import NORMALIZATION
 from tilefit.fixes.checkpoint import choices, is_fit
 from tilefit.fixes.fix import RefusedError
 from tilefit.fixes.source.change import Change, imported, keyword, with_argument
-from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Files, Program
 from tilefit.fixes.source.settings import makers
 from tilefit.fixes.source.syntax import Syntax
-from tilefit.fixes.source.training import Place, beside_optimizers, where_made
+from tilefit.fixes.source.training import Place, beside_optimizers, statements, where_made
 from tilefit.rules.base import Context
 from tilefit.rules.finding import SAFE
 
@@ -186,7 +185,8 @@ def _places(context: Context, files: Files) -> Iterator[tuple[Sequence[Place], M
             key = places[0].models[0], places[0].syntax, prefix
             if key not in done:
                 done.add(key)
-                yield places, {path.removeprefix(prefix): kind for path, kind in modules.items()}
+                first = [place._replace(models=place.models[:1]) for place in places]
+                yield first, {path.removeprefix(prefix): kind for path, kind in modules.items()}
 
 
 def _named_models(files: Program) -> list[Place]:
@@ -233,7 +233,7 @@ def _enabled(places: Sequence[Place], paths: Sequence[str], modules: Mapping[str
             made += [f"\t{each}.gradient_checkpointing = False"]
         return made
 
-    return _statements(places, lines, f"{places[0].models[0]}.gradient_checkpointing_enable()")
+    return statements(places, lines, f"{places[0].models[0]}.gradient_checkpointing_enable()")
 
 
 def _wrapped(
@@ -254,41 +254,12 @@ def _wrapped(
         ]
 
     summary = f"torch.utils.checkpoint for {_named(places[0].models[0], paths, modules)}"
-    return _statements(places, lines, summary, ("torch", "functools"))
+    return statements(places, lines, summary, ("torch", "functools"))
 
 
 def _there(paths: Sequence[str], modules: Mapping[str, str]) -> list[str]:
     """Paths of modules as they are where the model is not wrapped yet, if it is."""
     return [path if path in modules else path.partition(".")[2] for path in paths]
-
-
-def _statements(
-    places: Sequence[Place],
-    lines: Callable[[str, Syntax], Sequence[str]],
-    summary: str,
-    needed: Sequence[str] = (),
-) -> Change:
-    """Statements of a model, by its name and file, beside those that are there.
-
-    Args:
-        places: Where.
-        lines: Of the statements; tabs stand for the file's own indentation.
-        summary: Of the change.
-        needed: Modules that they need.
-    """
-    edits: dict[tuple[Syntax, Edit], None] = {}
-    first = 0
-    for syntax, statement, (name, *_), after in places:
-        begin = syntax.line(statement)
-        at = syntax.line_end(statement) if after else syntax.file.line_starts[begin - 1]
-        newline, indentation = syntax.file.newline_after(at), syntax.indentation(begin)
-        unit = syntax.tree.default_indent
-        written = [f"{indentation}{line}".replace("\t", unit) for line in lines(name, syntax)]
-        text = "".join(f"{newline}{line}" if after else f"{line}{newline}" for line in written)
-        edits |= dict.fromkeys(edit for module in needed for edit in imported(syntax, module)[1])
-        edits[syntax, Edit(at, at, text)] = None
-        first = first or syntax.file.line_of(at) + after
-    return Change.of(edits, first, summary, level=SAFE)
 
 
 def _free_name(syntax: Syntax) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple
 
-from tilefit import units
+from tilefit import ops, units
 from tilefit.capture.child import captures_in_child
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
@@ -164,55 +164,61 @@ class Trial(NamedTuple):
 def propose_for(
     context: Context, find: Callable[[Context], Sequence[Finding]], trial: Trial, levels: Sequence[str]
 ) -> Patches:
-    """The patches that answer findings, each tried on top of those before it, until nothing new is made.
+    """The patches that answer findings, each tried on top of those before it, until no more are worth it.
 
     Args:
-        context: The program's step as it is.
+        context: The program's step as it is: its lines are those of the files.
         find: The findings of a step, best first; also asked about the changed program.
         trial: Writes and tries them.
         levels: Patches of other levels are left to the user.
     """
-    made: dict[tuple[str, str], Patch] = {}
+    program, made = context.step.program, list[Patch]()
+    #: By code, each finding with what is written for it, or why nothing is.
+    written: dict[str, list[tuple[Finding, Change | str]]] = {}
     while True:
-        changes: list[tuple[Finding, Change]] = []
-        by_hand: list[ByHand] = []
-        others: dict[str, None] = {}
-        found = find(context)
-        for finding in found:
-            write = trial.writers.get(finding.code)
-            if write is None:
-                others[finding.code] = None
-                continue
-            try:
-                change = write(finding, context, trial.files)
-                texts_of([change])
-            except RefusedError as refused:
-                by_hand.append(ByHand(finding, refused.what))
-                continue
-            if change.level not in levels:
-                reason = f"{change.summary} in {change.where} is {change.level}: --level {change.level}"
-                by_hand.append(ByHand(finding, reason))
-            # Nor what was left out: on top of other changes it may be worth it.
-            elif (finding.code, change.summary) not in made:
-                changes.append((finding, change))
-        count = len(made)
-        kept = [patch.change for patch in made.values()]
-        for (finding, change), outcome in _tried(changes, kept, context, trial):
+        before, found = context, find(context)
+        codes = dict.fromkeys(finding.code for finding in found)
+        for code in codes.keys() - written.keys() & trial.writers.keys():
+            own = [f for f in found if f.code == code and not (made and program and f.source)]
+            seen = _on_lines_of(program, context)
+            written[code] = [(finding, _written(finding, seen, trial, levels)) for finding in own]
+        kept = [patch.change for patch in made]
+        both = [each for code in codes for each in written.get(code, ())]
+        by_hand = [ByHand(finding, change) for finding, change in both if isinstance(change, str)]
+        # What was left out before may be worth it on top of others.
+        left = [(f, change) for f, change in both if isinstance(change, Change) and change not in kept]
+        for (finding, change), outcome in _tried(left, kept, context, trial):
             if isinstance(outcome, str):
                 by_hand.append(ByHand(finding, outcome))
                 continue
             gain_s = context.estimate.time_s - outcome.estimate.time_s
-            made[finding.code, change.summary] = Patch(
-                finding.code, change.level, change.where, change.summary, change.note, gain_s, change
-            )
+            how = finding.code, change.level, change.where, change.summary, change.note
+            made.append(Patch(*how, gain_s, change))
             context = outcome
-        if len(made) == count:
-            fitted = _fitted(kept, context, trial)
-            if isinstance(fitted, Patch):
-                return Patches((*made.values(), fitted), tuple(by_hand), tuple(others))
-            large = [ByHand(finding, fitted) for finding in found if fitted and finding.code == "BAT002"]
-            too_large = "" if large else fitted
-            return Patches(tuple(made.values()), (*by_hand, *large), tuple(others), too_large)
+        if context is before:
+            break
+    others = tuple(code for code in codes if code not in trial.writers)
+    fitted = _fitted(kept, _on_lines_of(program, context), trial)
+    if isinstance(fitted, Patch):
+        return Patches((*made, fitted), tuple(by_hand), others)
+    large = [ByHand(finding, fitted) for finding in found if fitted and finding.code == "BAT002"]
+    return Patches(tuple(made), (*by_hand, *large), others, "" if large else fitted)
+
+
+def _on_lines_of(program: ops.Program | None, context: Context) -> Context:
+    """A changed program's step with the lines of the program in the files, which are others."""
+    return replace(context, step=replace(context.step, program=program))
+
+
+def _written(finding: Finding, context: Context, trial: Trial, levels: Sequence[str]) -> Change | str:
+    """What is written for a finding, or why nothing is."""
+    try:
+        change = trial.writers[finding.code](finding, context, trial.files)
+        texts_of([change])
+    except RefusedError as refused:
+        return refused.what
+    where = f"{change.summary} in {change.where}"
+    return change if change.level in levels else f"{where} is {change.level}: --level {change.level}"
 
 
 def _fitted(kept: Sequence[Change], context: Context, trial: Trial) -> Patch | str:

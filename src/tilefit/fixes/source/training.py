@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
+import ast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,8 +95,6 @@ def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
 def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> Change:
     """Statements ``model.method``: beside those that make the optimizers of each model that is asked for its
     parameters there, and behind those that make the models that no optimizer steps."""
-    edits: list[tuple[Syntax, Edit]] = []
-    done: dict[tuple[Syntax, str], int] = {}
     places = [*beside_optimizers(context, files, behind)]
     note = ""
     calls = _program(context.step).models or ("",)  # which is refused
@@ -106,20 +105,13 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
             if not places:
                 raise
             note = f"{refused.what}, and it is left as it is"
-    for syntax, statement, models, after in places:
-        torch, imports = imported(syntax, "torch") if "torch." in method else ("torch", [])
-        first = syntax.line(statement)
-        place = syntax.line_end(statement) if after else syntax.file.line_starts[first - 1]
-        newline, indentation = syntax.file.newline_after(place), syntax.indentation(first)
-        new = [name for name in models if (syntax, name) not in done]
-        lines = [f"{indentation}{name}.{method}".replace("torch.", f"{torch}.") for name in new]
-        text = "".join(f"{newline}{line}" if after else f"{line}{newline}" for line in lines)
-        edits += [
-            each for each in (*imports, (syntax, Edit(place, place, text))) if new and each not in edits
-        ]
-        done |= dict.fromkeys(((syntax, name) for name in new), syntax.file.line_of(place) + after)
-    summary = ", ".join(f"{name}.{method}" for _, name in done)
-    return Change.of(edits, next(iter(done.values())), summary, note, SAFE)
+    models = dict.fromkeys((place.syntax, name) for place in places for name in place.models)
+    summary = ", ".join(f"{name}.{method}" for _, name in models)
+
+    def lines(name: str, syntax: Syntax) -> list[str]:
+        return [f"{name}.{method}".replace("torch.", f"{imported(syntax, 'torch')[0]}.")]
+
+    return statements(places, lines, summary, ["torch"] * ("torch." in method), note)
 
 
 class Place(NamedTuple):
@@ -129,6 +121,39 @@ class Place(NamedTuple):
     statement: cst.SimpleStatementLine
     models: list[str]
     after: bool
+
+
+def statements(
+    places: Iterable[Place],
+    lines: Callable[[str, Syntax], Iterable[str]],
+    summary: str,
+    needed: Iterable[str] = (),
+    note: str = "",
+) -> Change:
+    """Statements of models beside those that are there, once for each model.
+
+    Args:
+        places: Where.
+        lines: Of the statements, by the model's name and the file; tabs stand for its indentation.
+        summary, note: Of the change.
+        needed: Modules that they need.
+    """
+    edits: dict[tuple[Syntax, Edit], None] = {}
+    done: dict[tuple[Syntax, str], int] = {}
+    for syntax, statement, models, after in places:
+        begin = syntax.line(statement)
+        at = syntax.line_end(statement) if after else syntax.file.line_starts[begin - 1]
+        newline, indentation = syntax.file.newline_after(at), syntax.indentation(begin)
+        new = [name for name in models if (syntax, name) not in done]
+        own = [line.replace("\t", syntax.tree.default_indent) for name in new for line in lines(name, syntax)]
+        text = "".join(
+            f"{newline}{indentation}{each}" if after else f"{indentation}{each}{newline}" for each in own
+        )
+        if new:
+            edits |= dict.fromkeys(edit for module in needed for edit in imported(syntax, module)[1])
+            edits[syntax, Edit(at, at, text)] = None
+        done |= dict.fromkeys(((syntax, name) for name in new), syntax.file.line_of(at) + after)
+    return Change.of(edits, next(iter(done.values())), summary, note, SAFE)
 
 
 def beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[Place]:
@@ -229,11 +254,18 @@ def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Change:
         if syntax.line(statement) == line and isinstance(statement.operator, cst.AddAssign)
         for call in syntax.all(cst.Call, statement)
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "item" and not call.args
+        if all(isinstance(each, cst.BinaryOperation) for each in _between(syntax, call, statement))
     ]
     refuse(not edits, "the values are read for other things than a sum that is kept")
     note = "the sum is then a tensor on the GPU, with the loss's precision: float(total) where it is used"
     syntax, first = edits[0]
     return Change.of(edits, syntax.file.line_of(first.start), "+= loss.detach()", note)
+
+
+def _between(syntax: Syntax, node: cst.CSTNode, outer: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """The nodes around one, up to another."""
+    while (node := syntax.parent(node)) is not outer:
+        yield node
 
 
 def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Change:
@@ -284,13 +316,15 @@ def _of_batch(syntax: Syntax, call: cst.Call) -> bool:
 
 
 def _written_in_place(syntax: Syntax, names: Collection[str]) -> bool:
-    """Whether the file writes into a tensor of one of these names."""
+    """Whether the file writes into a tensor of one of these names, or makes an array of its memory."""
     for call in syntax.all(cst.Call):
         match call.func:
             case cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value=method)):
-                if name in names and method.endswith("_") and not method.endswith("__"):
+                writes = method.endswith("_") and not method.endswith("__")
+                if name in names and (writes or method == "numpy"):
                     return True
     targets: Iterator[cst.CSTNode] = chain(
+        (out.value for call in syntax.all(cst.Call) if (out := keyword(call, "out"))),
         (each.target for each in syntax.all(cst.AugAssign)),
         (each.target for each in syntax.all(cst.AssignTarget) if isinstance(each.target, cst.Subscript)),
     )
@@ -315,7 +349,8 @@ def _loop_at_once(finding: Finding, context: Context, files: Files) -> Change:
     refuse(not loops, f"line {line} of {syntax.file.name} is in no loop")
     torch, imports = imported(syntax, "torch")
     loop = loops[-1]
-    edit = syntax.replaced(loop, at_once(syntax, loop, torch))
+    between = f"{syntax.file.newline_after(syntax.start(loop))}{syntax.indentation(syntax.line(loop))}"
+    edit = syntax.replaced(loop, between.join(at_once(syntax.code(loop), torch)))
     summary = f"{torch}._foreach_… for the loop"
     return Change.of([*imports, (syntax, edit)], syntax.line(loop), summary, level=SAFE)
 
@@ -324,96 +359,75 @@ def _loop_at_once(finding: Finding, context: Context, files: Files) -> Change:
 _METHODS = frozenset("mul_ add_ sub_ div_ lerp_ addcmul_ addcdiv_ clamp_min_ clamp_max_ neg_ zero_".split())
 
 
-def at_once(syntax: Syntax, loop: cst.For, torch: str) -> str:
-    """The statements that do to all tensors at once what the body does to each.
+def at_once(loop: str, torch: str) -> Iterator[str]:
+    """The statements that do to all tensors at once what the body of a loop does to each.
 
     ``for a, b in zip(x.parameters(), y.parameters()): a.mul_(d).add_(b, alpha=1 - d)``.
 
     Raises:
         RefusedError: the loop is another.
     """
-    lists = _lists(syntax, loop)
-    target, operations = _operations(loop)
-    refuse(target.partition(".")[0] not in lists, "the loop writes to another tensor than those it goes over")
-    indentation = syntax.indentation(syntax.line(loop))
-    newline = syntax.file.newline_after(syntax.start(loop))
-    return f"{newline}{indentation}".join(
-        f"{torch}._foreach_{name}({', '.join([_listed(target, lists), *arguments])})"
-        for name, given in operations
-        for arguments in [_arguments(syntax, given, lists)]
-    )
-
-
-def _lists(syntax: Syntax, loop: cst.For) -> dict[str, str]:
-    """What each name of the loop goes over: calls of ``parameters()``, which may be asked twice."""
-    match loop:
-        case cst.For(
-            target=cst.Tuple(elements=names), iter=cst.Call(func=cst.Name(value="zip"), args=over)
-        ) if len(names) == len(over):
-            pairs = [(element.value, argument.value) for element, argument in zip(names, over, strict=True)]
+    match ast.parse(loop).body:
+        case [ast.For(body=[ast.Expr(value=call)], orelse=[], target=target, iter=over)]:
+            lists = _lists(loop, target, over)
         case _:
-            pairs = [(loop.target, loop.iter)]
-    lists = {}
+            raise RefusedError("the loop does more than one thing")
+    operations: list[tuple[str, ast.Call]] = []
+    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        name = call.func.attr
+        refuse(name not in _METHODS, f"there is no multi-tensor form of {name}")
+        operations.insert(0, (name, call))
+        call = call.func.value
+    written_to = _listed(call, lists)
+    refuse(not written_to, "the loop writes to something else than the tensors it goes over")
+    for name, each in operations:
+        arguments = [written_to]
+        for argument in (*each.args, *each.keywords):
+            names = {node.id for node in ast.walk(argument) if isinstance(node, ast.Name)}
+            listed = _listed(argument, lists)
+            is_other = names & lists.keys() or not _is_steady(argument)
+            refuse(not listed and is_other, "what it adds depends on each tensor")
+            arguments.append(listed or str(ast.get_source_segment(loop, argument)))
+        yield f"{torch}._foreach_{name}({', '.join(arguments)})"
+
+
+def _lists(loop: str, target: ast.expr, over: ast.expr) -> dict[str, str]:
+    """What each name of a loop goes over: calls of ``parameters()``, which may be asked twice."""
+    match target, over:
+        case ast.Tuple(elts=names), ast.Call(func=ast.Name(id="zip"), args=lists, keywords=[]):
+            pairs = list(zip_longest(names, lists))
+        case _:
+            pairs = [(target, over)]
+    found = {}
     for pair in pairs:
         match pair:
             case (
-                cst.Name(value=text),
-                cst.Call(func=cst.Attribute(attr=cst.Name(value="parameters")), args=[]) as asked,
-            ):
-                lists[text] = syntax.code(asked)
+                ast.Name(id=name),
+                ast.Call(func=ast.Attribute(attr="parameters", value=owner), args=[], keywords=[]) as asked,
+            ) if _is_steady(owner):
+                found[name] = str(ast.get_source_segment(loop, asked))
             case _:
-                pairs = []
-    refuse(not pairs or loop.orelse or loop.asynchronous, "the loop is not over parameters() alone")
-    return lists
+                raise RefusedError("the loop is not over parameters() alone")
+    return found
 
 
-def _operations(loop: cst.For) -> tuple[str, list[tuple[str, list[cst.Arg]]]]:
-    """The tensor that the only statement writes to, and the methods it calls, in order."""
-    match loop.body:
-        case cst.IndentedBlock(body=[cst.SimpleStatementLine(body=[cst.Expr(value=call)])]):
-            pass
-        case _:
-            raise RefusedError("the loop does more than one thing")
-    found: list[tuple[str, list[cst.Arg]]] = []
-    node: cst.BaseExpression = call
-    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        if node.func.attr.value not in _METHODS:
-            raise RefusedError(f"there is no multi-tensor form of {node.func.attr.value}")
-        found.insert(0, (node.func.attr.value, list(node.args)))
-        node = node.func.value
-    return _tensor(node), found
+#: Functions that say the same whenever they are asked.
+_STEADY = frozenset("abs float int len max min pow".split())
 
 
-def _tensor(node: cst.BaseExpression) -> str:
-    """``p`` or ``p.data``; what else is written to, nobody knows the list of."""
-    match node:
-        case cst.Name(value=name):
-            return name
-        case cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value="data")):
-            return f"{name}.data"
-    raise RefusedError("the loop writes to something else than its tensors")
+def _is_steady(node: ast.AST) -> bool:
+    """Whether code may be run once or twice in place of once for each tensor: it calls nothing of others."""
+    acting = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
+    found = [each for each in ast.walk(node) if isinstance(each, acting)]
+    return all(isinstance(each, ast.Call) and getattr(each.func, "id", "") in _STEADY for each in found)
 
 
-def _listed(tensor: str, lists: dict[str, str]) -> str:
-    name, dot, _ = tensor.partition(".")
-    return f"[each.data for each in {lists[name]}]" if dot else f"list({lists[name]})"
-
-
-def _arguments(syntax: Syntax, arguments: list[cst.Arg], lists: dict[str, str]) -> list[str]:
-    """The arguments, with lists for tensors; a number may not depend on which tensor it is for."""
-    written = []
-    for argument in arguments:
-        names = {name.value for name in syntax.all(cst.Name, argument.value)} & lists.keys()
-        word = f"{argument.keyword.value}=" if argument.keyword else ""
-        if names:
-            code = syntax.code(argument.value).removesuffix(".data").removesuffix(".detach()")
-            refuse(word or argument.star or code not in lists, "what it adds depends on each tensor")
-            code = syntax.code(argument.value)
-            form = ".data" if code.endswith((".data", ".detach()")) else ""
-            written.append(_listed(f"{next(iter(names))}{form}", lists))
-        else:
-            written.append(f"{word}{syntax.code(argument.value)}")
-    return written
+def _listed(tensor: ast.AST, lists: Mapping[str, str]) -> str:
+    """The list of what ``p``, ``p.data`` or ``p.detach()`` is one of; empty for what else there may be."""
+    name, _, part = ast.unparse(tensor).partition(".")
+    if name not in lists or part not in ("", "data", "detach()"):
+        return ""
+    return f"[each.data for each in {lists[name]}]" if part else f"list({lists[name]})"
 
 
 # ---- places ------------------------------------------------------------------------------------
