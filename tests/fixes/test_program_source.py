@@ -117,6 +117,28 @@ def test_each_model_of_an_optimizer_is_compiled(tmp_path: Path) -> None:
     assert (level, text) == ("safe", several.replace("\n)\n", "\n)\none.compile()\ntwo.compile()\n"))
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "groups = [{'params': [p for p in model.parameters() if p.ndim > 1]}]\n",
+        "many = [p for n, p in model.named_parameters() if 'norm' not in n]\ngroups = [{'params': many}]\n",
+        "groups = []\nfor name, p in model.named_parameters():\n    groups.append({'params': [p]})\n",
+    ],
+)
+def test_a_model_is_known_by_the_groups_of_its_parameters(tmp_path: Path, groups: str) -> None:
+    before, after = _TRAIN.replace("model.parameters(), lr", "groups, lr").split("optimizer =", 1)
+    level, text = written(tmp_path, "NTC001", f"{before}{groups}optimizer ={after}", "torch.optim")
+    after = after.replace("\n)\n", "\n)\nmodel.compile()\n", 1)
+    assert (level, text) == ("safe", f"{before}{groups}optimizer ={after}")
+
+
+def test_of_groups_of_many_models_none_is_taken(tmp_path: Path) -> None:
+    groups = "groups = [p for each in models for p in each.parameters()]\noptimizer ="
+    text = _TRAIN.replace("model.parameters(), lr", "groups, lr").replace("optimizer =", groups)
+    with pytest.raises(RefusedError, match="not clear what the model is called"):
+        written(tmp_path, "NTC001", text, "torch.optim")
+
+
 def test_a_model_is_compiled_before_its_optimizer_is_returned(tmp_path: Path) -> None:
     function = "def made(model):\n    return torch.optim.AdamW(model.parameters())\n\n\nloss = model(0)\n"
     text = f"import torch\n\n\n{function}loader = DataLoader(data)\ntotal += 1\n"

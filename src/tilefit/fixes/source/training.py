@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import libcst as cst
+from libcst.metadata import Assignment
 
 from tilefit.fixes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import Change, Write, imported, keyword
@@ -165,16 +166,45 @@ def beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[
     for syntax, call in _optimizers(context, files):
         files.require_own(syntax)
         statement = syntax.around(call, cst.SimpleStatementLine)
-        models = {name: None for each in syntax.all(cst.Call, call) if (name := _asked(syntax, each))}
-        each_of_many = [
-            name.value for loop in syntax.all(cst.CompFor, call) for name in syntax.all(cst.Name, loop.target)
-        ]
+        given = [*_given(syntax, call)]
+        calls = (each for node in given for each in syntax.all(cst.Call, node))
+        models = {name: None for each in calls if (name := _asked(syntax, each))}
+        loops = (loop for node in given for loop in syntax.all(cst.CompFor, node))
+        each_of_many = [name.value for loop in loops for name in syntax.all(cst.Name, loop.target)]
         if statement is None or not models or models.keys() & set(each_of_many):
             raise RefusedError(
                 "it is not clear what the model is called: no optimizer gets model.parameters()"
             )
         # Behind a return nothing runs.
         yield Place(syntax, statement, [*models], behind and not any(syntax.all(cst.Return, statement)))
+
+
+def _given(syntax: Syntax, call: cst.Call) -> Iterator[cst.CSTNode]:
+    """A call and what it is given by name: what was assigned to the names before it, and what loops run over
+    that append to them."""
+    waiting: list[cst.CSTNode] = [call]
+    names: set[str] = set()
+    while waiting:
+        yield (node := waiting.pop(0))
+        for name in syntax.all(cst.Name, node):
+            if name.value in names or syntax.start(name) >= syntax.stop(call):
+                continue
+            names.add(name.value)
+            assigned = (syntax.around(each.node, cst.Assign) for each in _assigned(syntax, name))
+            waiting += [each for each in assigned if each and syntax.stop(each) <= syntax.start(call)]
+            appended = (
+                syntax.around(each, cst.For)
+                for each in syntax.all(cst.Attribute)
+                if syntax.code(each) in (f"{name.value}.append", f"{name.value}.extend")
+            )
+            waiting += [loop.iter for loop in appended if loop and syntax.stop(loop) <= syntax.start(call)]
+
+
+def _assigned(syntax: Syntax, name: cst.Name) -> list[Assignment]:
+    try:
+        return syntax.assignments(name.value, syntax.scope(name))
+    except KeyError:  # a keyword of a call, or an attribute
+        return []
 
 
 def where_made(source: str, files: Files) -> Place:
