@@ -54,7 +54,7 @@ RECORDED = Path(__file__).parent / "results" / "whole_steps_compiled.json"
 #: Where processes keep what they compile, and the lock of the GPU.
 WORK = Path(os.environ.get("TMPDIR", "/tmp")) / "compiled_steps"
 #: Kernels of these differ from layer to layer: each has compiler threads beside its own.
-WIDE = ("densenet121", "efficientnet_b0", "hrnet", "regnet", "mobilevit", "segformer")
+WIDE = ("densenet121", "efficientnet_b0", "ghostnet", "hrnet", "regnet", "mobilevit", "segformer", "xcit")
 #: Seconds that timing a model is taken to need, before any was timed.
 TIMING_S = 8.0
 STEPS_BEFORE = 3
