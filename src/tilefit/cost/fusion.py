@@ -21,8 +21,9 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
 - A layer norm keeps its normalised input for the backward pass, not the input, unless that is smaller.
 - Pointwise kernels over as many elements that read the same are one (horizontal fusion), where what the later
   one reads is there early enough.
-- Pooling reads what it pools from memory; nothing is fused with its gradient. Each of more than eight tensors
-  that are joined is written to its place by a kernel.
+- Pooling reads what it pools from memory, its indices are bytes (``_low_memory_max_pool_with_offsets``), and
+  no sum or norm is fused with its gradient. Each of more than eight tensors that are joined is written to its
+  place by a kernel.
 - The bias of a convolution is added by generated code: where the sum is kept, it is written once more.
 - A sum across rows or over everything is a kernel of its own, in two stages: who needs its result must wait
   for the whole grid. So must the users of statistics over a batch, who read once more what its input is made
@@ -502,7 +503,9 @@ class _Fusion:
         writers = [writer for _, writer in reads] + [root[0] for roots in needs.values() for root in roots]
         for writer in () if _sums(op) or op.role == "pooling" else reversed(writers):
             chain = self.chains.get(writer)
-            if chain is None or chain.graph != graph or _is_scattered(self._streaming(writer)):
+            if chain is None or chain.graph != graph:
+                continue
+            if op.role != "pointwise" and any(_is_scattered(self._streaming(i)) for i in chain.members):
                 continue
             # What was there before a result left the chain cannot depend on that result.
             outside = {
@@ -638,7 +641,7 @@ def _sums(op: Streaming) -> bool:
 
 
 def _is_scattered(op: Streaming) -> bool:
-    """Its kernel goes over windows of its result: nothing is fused with it."""
+    """Its kernel looks into windows, which is done once: sums and norms are not fused with it."""
     return op.role == "pooling" and "backward" in op.function
 
 
@@ -670,6 +673,8 @@ def _lowered(step: Step) -> Iterator[StepOp]:
             # A loss lies as its labels do, other gradients as the convolutions want them.
             losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")
             yield from _added(entry, op, strided and not losses, entry.inputs[0].id in roles)
+        elif isinstance(op, Streaming) and op.function.startswith("max_pool2d_with_indices"):
+            yield _with_offsets(entry, op)
         elif isinstance(op, Conv):
             last = op.channels_last or (channels_last and len(op.kernel_size) == _IMAGE)
             yield replace(entry, op=replace(op, channels_last=last, bias=False))
@@ -682,6 +687,17 @@ def _lowered(step: Step) -> Iterator[StepOp]:
         else:
             yield entry
         roles.update((ref.id, op.category) for ref in entry.outputs)
+
+
+def _with_offsets(entry: StepOp, op: Streaming) -> StepOp:
+    """Pooling whose indices are offsets within the window, of a byte each."""
+    sides = []
+    for refs in (entry.inputs, entry.outputs):
+        narrow = tuple(replace(ref, dtype="int8") if ref.dtype == "int64" else ref for ref in refs)
+        sides.append((narrow, sum(map(_bytes, refs)) - sum(map(_bytes, narrow))))
+    (inputs, read), (outputs, written) = sides
+    op = replace(op, read_bytes=op.read_bytes - read, write_bytes=op.write_bytes - written)
+    return replace(entry, op=op, inputs=inputs, outputs=outputs)
 
 
 def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator[StepOp]:
