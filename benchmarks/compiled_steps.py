@@ -13,6 +13,12 @@ Inductor wrote. Models with a row in one of ``--done`` are left out; a failure i
     PYTHONPATH=src python benchmarks/whole_steps.py --measured RESULT.json
 
 These need no GPU: the first keeps of such rows what is read again, the second compares with predictions.
+
+    PYTHONPATH=src python benchmarks/compiled_steps.py --predict --gpu h100-sxm
+    PYTHONPATH=src python benchmarks/compiled_steps.py --compare RESULT.json
+
+The first wrote ``results/compiled_steps_predicted.json`` before those models were measured anywhere; the
+second says what became of it.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import gc
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -34,14 +41,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from whole_steps import MODELS, Measured, Run, runs
+from whole_steps import COMPILED, MODELS, PREDICTED, Measured, Run, host_scale, predicted, runs
 
+from tilefit.cost.priced import priced
+
+FORESEEN = Path(__file__).parent / "results" / "compiled_steps_predicted.json"
+#: Hosts that predictions are written for, by how long they take to launch; between them lines are drawn.
+SCALES = (0.6, 0.8, 1.0, 1.25, 1.6, 2.0)
 RECORDED = Path(__file__).parent / "results" / "whole_steps_compiled.json"
 #: Where processes keep what they compile, and the lock of the GPU.
 WORK = Path(os.environ.get("TMPDIR", "/tmp")) / "compiled_steps"
 #: Kernels of these differ from layer to layer: each has compiler threads beside its own.
-WIDE = ("densenet121", "efficientnet_b0", "hrnet", "regnet", "mobilevit", "segformer")
+WIDE = ("densenet121", "efficientnet_b0", "ghostnet", "hrnet", "regnet", "mobilevit", "segformer", "xcit")
 #: Seconds that timing a model is taken to need, before any was timed.
 TIMING_S = 8.0
 STEPS_BEFORE = 3
@@ -144,14 +157,26 @@ def patiently(steps: Callable[[], None]) -> None:
     return None
 
 
-def times(model: Measured, turns: int) -> dict[str, Any]:
-    """A row of a model that is warm; fewer turns where the GPU limits the step."""
+def times(model: Measured, turns: int) -> None:
+    """Time a model that is warm; fewer turns where the GPU limits the step."""
     for _ in range(turns):
         model.turn()
         if model.turns[-1]["wall_ms"] > 1.5 * sum(model.turns[-1]["host_ms"]):
             break
-    model.look_inside()
-    return model.row()
+
+
+def eager(model: Measured) -> dict[str, Any]:
+    """A row of the same model without the compiler."""
+    compiled = model.run, model.turns, model.once
+    model.run, model.turns = model.model, []
+    try:
+        times(model, 1)
+        model.once = {}
+        return model.row()
+    except Exception as error:  # noqa: BLE001 - the compiled row is what counts
+        return {"failure": repr(error)[:300]}
+    finally:
+        model.run, model.turns, model.once = compiled
 
 
 def work(run: Run, device: str, turns: int) -> None:
@@ -175,18 +200,19 @@ def work(run: Run, device: str, turns: int) -> None:
         torch.cuda.empty_cache()
     compile_s = time.perf_counter() - start
     with when_called():
-        row = {"model": run.label, **run.sizes, "arguments": run.arguments, **times(model, turns)}
+        times(model, turns)
+        beside = eager(model)  # before the profiler, which slows the host from then on
+        model.look_inside()
+        row = {"model": run.label, **run.sizes, "arguments": run.arguments, **model.row()}
         row["compile_s"] = round(compile_s, 1)
         row["unique_graphs"] = counters["stats"]["unique_graphs"]
         row["graph_breaks"] = {reason[:200]: n for reason, n in counters["graph_break"].items()}
         row["graphs"] = graphs
-        print(ROW + json.dumps(row), flush=True)
-        model.run, model.turns = model.model, []
-        try:
-            eager = times(model, 1)
-        except Exception as error:  # noqa: BLE001 - the compiled row is what counts
-            eager = {"failure": repr(error)[:300]}
-    print(ROW + json.dumps({**row, "eager": eager}), flush=True)
+        print(ROW + json.dumps({**row, "eager": beside}), flush=True)
+        model.run = model.model
+        model.look_inside()
+        beside |= model.once
+    print(ROW + json.dumps({**row, "eager": beside}), flush=True)
 
 
 # ---- the process that starts them ----------------------------------------------------------------
@@ -352,6 +378,50 @@ class Session:
                         archive.add(path, f"{folder(label).name}/{path.name}")
 
 
+def foresee(name: str) -> dict[str, Any]:
+    """Predictions of the steps that were measured later, for hosts of several speeds.
+
+    Args:
+        name: Of the GPU.
+    """
+    gpu = priced(name)
+    known = runs(False, True)
+    before = len(MODELS) + len(COMPILED)
+    rows = []
+    for run in known[before : before + len(PREDICTED)]:
+        found = [predicted(run, gpu, scale) for scale in SCALES]
+        first = found[0]
+        row = {"model": run.label, "gpu_ms": first["predicted_gpu_ms"], "gib": first["predicted_gib"]}
+        rows.append({**row, "step_ms": [each["predicted_ms"] for each in found]})
+        print(f"{run.label:40} GPU {row['gpu_ms']:7.2f} ms", flush=True)
+    return {"gpu": name, "scales": SCALES, "rows": rows}
+
+
+def compare(measured: list[dict[str, Any]]) -> None:
+    """Print how far off the predictions were that had been made before."""
+    foreseen = json.loads(FORESEEN.read_text())
+    off: dict[str, list[float]] = {"GPU": [], "step": [], "memory": []}
+    rows = {row["model"]: row for row in measured if "gpu_ms" in row}
+    for before in foreseen["rows"]:
+        if (row := rows.get(before["model"])) is None:
+            continue
+        step_ms = float(np.interp(host_scale([row]), foreseen["scales"], before["step_ms"]))
+        errors = (
+            before["gpu_ms"] / row["gpu_ms"] - 1,
+            step_ms / row["sustained_ms"] - 1,
+            before["gib"] / row["peak_gib"] - 1,
+        )
+        for each, error in zip(off.values(), errors, strict=True):
+            each.append(abs(error))
+        print(
+            f"{row['model']:40} GPU {before['gpu_ms']:7.2f} of {row['gpu_ms']:7.2f} ms ({errors[0]:+.1%})  "
+            f"step {step_ms:7.2f} of {row['sustained_ms']:7.2f} ms ({errors[1]:+.1%})  "
+            f"memory {errors[2]:+.1%}"
+        )
+    for kind, each in off.items():
+        print(f"{kind}: median {statistics.median(each):.1%}, worst {max(each):.1%} of {len(each)} steps")
+
+
 def tiny(run: Run) -> Run:
     """For a trial without a GPU."""
     small = {"batch": 2, "seq": 16, "image_size": 64}
@@ -424,15 +494,26 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a trial")
     parser.add_argument("--pack", type=Path, help="rows to make a result of, at --out")
+    parser.add_argument("--predict", action="store_true", help="write predictions of steps to be measured")
+    parser.add_argument("--gpu", default="h100-sxm", help="the GPU to predict for")
+    parser.add_argument("--compare", type=Path, help="rows to compare with what was predicted")
     parser.add_argument("--about", type=json.loads, default={}, help="what the result says of these rows")
     options = parser.parse_args()
     if options.pack:
         options.out.write_text(pack(recorded(options.pack), options.about))
         return
+    if options.predict:
+        FORESEEN.write_text(json.dumps(foresee(options.gpu), indent=1) + "\n")
+        return
+    if options.compare:
+        compare(recorded(options.compare))
+        return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")
     listed = runs(False, True)
-    listed = listed[len(MODELS) :] + listed[: len(MODELS)]
+    # Those that were measured first, or set something, are the last to be compiled.
+    later = len(MODELS) + len(COMPILED)
+    listed = listed[later:] + listed[len(MODELS) : later] + listed[: len(MODELS)]
     known = [tiny(run) if options.tiny else run for run in listed]
     if options.worker:
         work(next(run for run in known if run.label == options.worker), options.device, options.turns)

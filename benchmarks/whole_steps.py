@@ -58,6 +58,8 @@ from tilefit.options import TargetOptions
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 FURTHER = Path(__file__).resolve().parent / "compiled_models.py"
+UNSEEN = Path(__file__).resolve().parent / "unseen_models.py"
+CALLS = Path(__file__).resolve().parent / "compiled_calls.py"
 
 #: Target, sizes, channels-last.
 MODELS: list[tuple[str, dict[str, int], bool]] = [
@@ -155,6 +157,42 @@ COMPILED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
     (f"{EXAMPLES}:speech", {}, False, {}),
 ]
 
+#: Those that were predicted before they were measured (``compiled_steps.py --predict``), likewise.
+_FOUR_LAYERS = {**_DECODER, "num_hidden_layers": 4, "num_key_value_heads": 4, "intermediate_size": 3584}
+PREDICTED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
+    ("timm:xcit_nano_12_p16_224", {"batch": 64}, False, {}),
+    ("timm:ghostnet_100", {"batch": 128}, False, {}),
+    (f"{UNSEEN}:unrolled", {}, False, {}),
+    ("torchvision:mnasnet0_5", {"batch": 128}, True, {}),
+    ("hf:gemma2", {"batch": 4, "seq": 1024}, False, {**_FOUR_LAYERS, "head_dim": 128}),
+    ("hf:beit", {"batch": 32}, False, {"num_hidden_layers": 4}),
+    (
+        "hf:xlnet",
+        {"batch": 16, "seq": 384},
+        False,
+        {"n_layer": 4, "d_model": 768, "n_head": 12, "d_inner": 3072},
+    ),
+    ("hf:mpnet", {"batch": 16, "seq": 384}, False, {"num_hidden_layers": 4}),
+    ("hf:mistral", {"batch": 4, "seq": 1024}, False, _FOUR_LAYERS),
+    (f"{UNSEEN}:routed", {}, False, {}),
+    ("timm:resmlp_12_224", {"batch": 64}, False, {}),
+    ("torchvision:squeezenet1_1", {"batch": 128}, False, {}),
+    (f"{UNSEEN}:volumes", {}, False, {}),
+    (f"{UNSEEN}:scan", {}, False, {}),
+    (f"{UNSEEN}:field", {}, False, {}),
+    (f"{UNSEEN}:edge_attention", {}, False, {}),
+    (f"{UNSEEN}:flow", {}, False, {}),
+    (f"{UNSEEN}:spectral", {}, False, {}),
+    (f"{UNSEEN}:codebook", {}, False, {}),
+    (f"{UNSEEN}:bags", {}, False, {}),
+    (f"{UNSEEN}:pairs", {}, False, {}),
+    (f"{UNSEEN}:policy", {}, False, {}),
+]
+#: Those that are to set what calls take of the host.
+SETTING: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
+    (f"{CALLS}:{name}", {}, False, {}) for name in ("kernels", "products", "convolutions", "attentions")
+]
+
 #: Forward passes of one sample.
 SMALL: list[tuple[str, dict[str, int], bool]] = [
     ("hf:gpt2", {"batch": 1, "seq": 64}, False),
@@ -210,7 +248,7 @@ class Run:
 def runs(infer: bool, compiled: bool) -> list[Run]:
     """What is measured, in order."""
     if not infer:
-        further = COMPILED if compiled else []
+        further = [*COMPILED, *PREDICTED, *SETTING] if compiled else []
         return [
             *(Run(*entry, compiled=compiled) for entry in MODELS),
             *(Run(*entry, compiled=True, arguments=arguments) for *entry, arguments in further),
@@ -418,9 +456,12 @@ def _short(name: str) -> str:
 
 def held_out(model: str) -> bool:
     """Whether a compiled step sets no constant and no mechanism of the cost model: every other one, by name,
-    but for the first of all, which had set some before. Chosen before the errors of the others were known."""
-    names = sorted(run.label for run in runs(False, True)[FIRST_COMPILED:])
-    return model in names[1::2]
+    but for the first of all, which had set some before; and those that were predicted first. Chosen before
+    the errors of the others were known."""
+    listed = [run.label for run in runs(False, True)]
+    before = len(MODELS) + len(COMPILED)
+    names = sorted(listed[FIRST_COMPILED:before])
+    return model in (*names[1::2], *listed[before : before + len(PREDICTED)])
 
 
 def predict_again(recorded: list[Path], device: PricedGpu, calibrated: bool, out: Path | None) -> None:
@@ -515,7 +556,7 @@ def summed_up(rows: list[dict[str, Any]], which: str) -> dict[str, float]:
 
 
 def label(target: str, sizes: dict[str, int], channels_last: bool) -> str:
-    name = target.replace(str(EXAMPLES), "examples/models.py").replace(str(FURTHER), FURTHER.name)
+    name = target.replace(str(EXAMPLES), "examples/models.py").replace(f"{FURTHER.parent}/", "")
     return name + (" channels-last" if channels_last else "")
 
 

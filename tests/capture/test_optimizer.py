@@ -277,3 +277,21 @@ def test_an_unknown_option_is_told_with_the_known_ones(option: dict[str, str], w
     with pytest.raises(UsageError) as caught:
         capture(nn.Linear(4, 4), rows(2, 4), **option)
     assert word in caught.value.hint
+
+
+def test_the_state_of_a_single_number_is_updated_with_all_others() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.6))
+            self.linear = nn.Linear(64, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.scale
+
+    def updates(model: nn.Module) -> list[str]:
+        step = capture(model, torch.empty(8, 64, device="meta"), optimizer="adamw")
+        return [entry.name for entry in step.ops if entry.phase == OPTIMIZER]
+
+    with torch.device("meta"):
+        assert updates(Scaled()) == updates(nn.Linear(64, 32))

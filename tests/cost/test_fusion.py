@@ -12,6 +12,7 @@ from torch import nn
 from tilefit.capture import capture
 from tilefit.capture.targets import load
 from tilefit.cost import estimate_step, fuse
+from tilefit.cost.streaming import GENERATED
 from tilefit.ops import (
     FORWARD,
     Attention,
@@ -432,8 +433,14 @@ def test_in_place_operations_keep_their_versions_apart() -> None:
 
 def test_a_reduction_over_everything_ends_its_chain() -> None:
     total = ROWS * WIDTH
-    step = Step((stream([1], [2]), stream([2], [3], "reduction", inner=total), stream([3, 1], [4])))
-    assert kinds(fuse(step)) == ["streaming", "streaming"]
+    summed = stream([2], [3], "reduction", inner=total)
+    summed = replace(summed, outputs=(TensorRef(3, (1,), "bf16"),))
+    added = replace(stream([3, 1], [4]), inputs=(TensorRef(3, (1,), "bf16"), tensor(1)))
+    fused = fuse(Step((stream([1], [2]), summed, added)))
+    assert kinds(fused) == ["streaming", "streaming"]
+    # What is summed is computed where it is summed.
+    assert fused.ops[0].op.read_bytes == BYTES
+    assert fused.ops[0].op.write_bytes < BYTES
 
 
 def test_products_optimizer_and_lone_operations_stay() -> None:
@@ -454,8 +461,106 @@ def test_products_optimizer_and_lone_operations_stay() -> None:
 
 
 def test_forward_and_backward_are_compiled_apart() -> None:
+    step = Step((stream([1], [2]), product([2, 9], [5]), stream([2], [3], phase="backward-data")))
+    assert kinds(fuse(step)) == ["streaming", "gemm", "streaming"]
+
+
+def test_what_only_another_kernel_computes_again_is_made_by_none() -> None:
     step = Step((stream([1], [2]), stream([2], [3], phase="backward-data")))
-    assert len(fuse(step).ops) == 2
+    (kernel,) = fuse(step).ops
+    assert (kernel.op.read_bytes, kernel.op.write_bytes) == (BYTES, BYTES)
+    kept = fuse(replace(step, returned=(2,)))  # the caller reads it
+    assert [op.op.write_bytes for op in kept.ops] == [BYTES, BYTES]
+
+
+def _generated(model: nn.Module, *shape: int, names: str = "") -> list[Streaming]:
+    """What is generated for a training step, of kernels with one of these in their name."""
+    with torch.device("meta"):
+        step = fuse(capture(model, torch.empty(shape, device="meta"), amp="bf16", compile=True))
+    return [
+        op.op
+        for op in step.ops
+        if isinstance(op.op, Streaming)
+        and op.op.function == GENERATED
+        and any(name in op.name for name in names.split())
+    ]
+
+
+def test_siblings_that_read_the_same_are_one_kernel() -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.sigmoid() @ w, x.tanh() @ w
+
+    x, w = torch.empty(8192, 1024, device="meta"), torch.empty(1024, 1024, device="meta")
+    fused = fuse(capture(Two(), (x, w), train=False, compile=True))
+    (kernel,) = (op.op for op in fused.ops if op.op.kind == "streaming")
+    assert (kernel.read_bytes, kernel.write_bytes) == (x.nbytes, 2 * x.nbytes)
+
+
+def test_a_biased_convolution_is_written_once_more_before_a_norm() -> None:
+    def moved(bias: bool, *after: nn.Module) -> int:
+        conv = nn.Conv2d(16, 64, 3, padding=1, bias=bias)
+        ops = _generated(nn.Sequential(conv, *after), 8, 16, 64, 64, names="add batch_norm relu")
+        return sum(op.moved_bytes for op in ops)
+
+    size = 2 * 8 * 64 * 64 * 64
+    with torch.device("meta"):
+        extra = moved(True, nn.BatchNorm2d(64)) - moved(False, nn.BatchNorm2d(64))
+        assert extra >= 0.95 * size
+        # Nothing else reads what the addition makes.
+        assert moved(True, nn.ReLU()) == pytest.approx(moved(False, nn.ReLU()), rel=0.05)
+
+
+def test_norms_side_by_side_go_over_what_they_share_twice_together() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(16, 64, 1, bias=False) for _ in range(2))
+            self.norms = nn.ModuleList(nn.BatchNorm2d(64) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = (norm(conv(x)) for conv, norm in zip(self.convs, self.norms, strict=True))
+            return (a + b).relu()
+
+    with torch.device("meta"):
+        kernels = _generated(Block(), 8, 16, 64, 64, names="batch_norm_backward")
+    size = 2 * 8 * 64 * 64 * 64
+    # Twice the gradient, the activation and both inputs of the norms; the gradient may be of another type.
+    assert sum(op.read_bytes for op in kernels) <= 12 * size
+
+
+def test_pooling_reads_what_it_pools_from_memory() -> None:
+    model = nn.Sequential(nn.Conv2d(16, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+    with torch.device("meta"):
+        (pooling,) = _generated(
+            nn.Sequential(model, nn.MaxPool2d(2)), 8, 16, 64, 64, names="max_pool2d_with_indices"
+        )[:1]
+    size = 8 * 64 * 64 * 64
+    assert pooling.read_bytes >= 2 * size
+    assert pooling.write_bytes == (2 + 1) * size / 4  # with an offset of a byte each
+
+
+def test_each_of_many_parts_is_written_to_its_place_by_a_kernel() -> None:
+    class Joined(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x * k for k in range(self.count)])
+
+    def kernels(count: int) -> int:
+        model = Joined()
+        model.count = count
+        step = capture(model, torch.empty(64, 64, device="meta"), train=False, compile=True)
+        return sum(op.op.kernels for op in fuse(step).ops)
+
+    assert (kernels(4), kernels(20)) == (1, 20)
+
+
+@pytest.mark.parametrize("activation", [nn.LeakyReLU, nn.ELU, nn.Mish, nn.LogSigmoid])
+def test_gradients_of_activations_are_generated(activation: type[nn.Module]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 256), activation(), nn.Linear(256, 256))
+    step = fuse(capture(model, torch.empty(512, 256, device="meta"), amp="bf16", compile=True))
+    left = [op.name for op in step.ops if isinstance(op.op, Streaming) and op.op.function != GENERATED]
+    assert all("foreach" in name for name in left)
 
 
 def test_a_misaligned_product_is_padded_at_the_price_of_copies() -> None:

@@ -616,6 +616,17 @@ def _picked_loss(call: Call, recorder: Recording) -> list[Described]:
     return _streamed(call, recorder, "loss", read_bytes=read_bytes, inner=scores.shape[-1])
 
 
+@_describes("max_pool2d_with_indices_backward avg_pool2d_backward")
+def _unpooled(call: Call, recorder: Recording) -> list[Described]:
+    """Each element looks into the windows that it may lie in."""
+    op, phase, read, written = _streaming(call, recorder, "pooling")
+    assert isinstance(op, Streaming)
+    sizes = call.named("kernel_size")
+    strides = call.named("stride") or sizes
+    windows = prod(-(-size // stride) for size, stride in zip(sizes, strides, strict=True))
+    return [(replace(op, flop_per_element=float(windows)), phase, read, written)]
+
+
 @_describes("slice_backward select_backward")
 def _slice_backward(call: Call, recorder: Recording) -> list[Described]:
     # Zeros of the full size, then a copy into the slice.

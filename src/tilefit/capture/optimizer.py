@@ -43,9 +43,14 @@ def made_optimizer(
 
 
 def state_of(optimizer: torch.optim.Optimizer, *, on_host: bool = False) -> list[torch.Tensor]:
-    """The tensors of the optimizer's state on the device, or those on the host, which count steps."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return [t for t in values if isinstance(t, torch.Tensor) and (t.dim() == 0) == on_host]
+    """The tensors of the optimizer's state on the device, or those on the host, which count steps: what is a
+    single number for parameters that are none."""
+    states = [(parameter.dim(), state) for parameter, state in optimizer.state.items()]
+    values = [
+        (dim, name, t) for dim, state in states for name, t in state.items() if isinstance(t, torch.Tensor)
+    ]
+    counters = {"step", *(name for dim, name, t in values if dim and not t.dim())}
+    return [t for _, name, t in values if (not t.dim() and name in counters) == on_host]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -6,7 +6,8 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
 - Pointwise operations, copies and casts, reductions, normalizations, softmax, losses, embeddings, indexing
   and pooling are generated code and fuse with the producers of their inputs. Products, convolutions,
   attention, sorts and the optimizer stay as they are. The forward and the backward graph are compiled apart.
-- A result used only inside its kernel is never written. One that a library's kernel reads is written once.
+- A result used only inside its kernel is never written, and what only other kernels compute again is made by
+  none. One that a library's kernel reads, or the caller, is written once.
   What another generated kernel reads, in the backward pass above all, is computed again from what lies in
   memory where that moves no more bytes than writing and reading the result; random numbers, sums and the
   softmax of attention are not computed again.
@@ -18,8 +19,15 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
   (``torch._dynamo.config.allow_rnn``). Of three models on an H200 whose outermost module does, none ran a
   generated kernel. Nor is what a training step does beside its passes (:func:`beside`).
 - A layer norm keeps its normalised input for the backward pass, not the input, unless that is smaller.
+- Pointwise kernels over as many elements that read the same are one (horizontal fusion), where what the later
+  one reads is there early enough.
+- Pooling reads what it pools from memory, its indices are bytes (``_low_memory_max_pool_with_offsets``), and
+  no sum or norm is fused with its gradient. Each of more than eight tensors that are joined is written to its
+  place by a kernel.
+- The bias of a convolution is added by generated code: where the sum is kept, it is written once more.
 - A sum across rows or over everything is a kernel of its own, in two stages: who needs its result must wait
-  for the whole grid. So must the users of statistics over a batch, whose kernel reads its inputs twice.
+  for the whole grid. So must the users of statistics over a batch, who read once more what its input is made
+  of, or the input, which is then written.
 - What adds at places that an index tells (the gradients of an embedding, of a gather, of an interpolation) is
   a kernel that clears or copies the table, and atomic additions in the kernel that makes what is added; who
   needs the table waits for all of them. An interpolation has a table, in fp32, for each of its corners.
@@ -52,6 +60,8 @@ from tilefit.ops.timeline import Timeline
 
 #: ``StepOp.name`` of a copy that pads a product's operand.
 PAD = "pad"
+#: ``Streaming.function`` of the addition of a convolution's bias.
+BIAS = "bias"
 #: Roles that are generated code.
 _GENERATED = "softmax normalization reduction pointwise copy loss embedding indexing pooling".split()
 #: Functions that Inductor leaves to ATen's own kernels, whose result is never computed again, and that add at
@@ -66,6 +76,9 @@ _MADE_AGAIN = ("softmax", "safe_softmax")
 _MADE_AGAIN_IN_KERNELS = (*_MADE_AGAIN, "native_batch_norm")
 #: Norms whose statistics need the whole grid, or too much of it, before they can be used.
 _IN_TWO_PASSES = ("native_batch_norm", "native_group_norm")
+#: Work of one window that an element of a gradient of pooling looks into (``Op.flop_per_element``):
+#: ResNet-50's on an H200 takes 1.6 ps, VGG-16's 2.0, SqueezeNet's on an H100 2.3.
+_WINDOW_WORK = 130.0
 #: Additions for each element of an interpolation's gradient: the corners that it reads, where it reads more
 #: than the nearest.
 _CORNERS = {"linear1d": 2, "bilinear2d": 4, "trilinear3d": 8, "bicubic2d": 16}
@@ -73,7 +86,7 @@ _CORNERS = {"linear1d": 2, "bilinear2d": 4, "trilinear3d": 8, "bicubic2d": 16}
 #: field of the registration: 2.8 and 3.2 ps), where each adds to another one (SegFormer's features, in NHWC
 #: into tables in NCHW: 10.6 to 13.3 ps), the same in a 2-byte type (DeBERTa's scores: 18.6 ps), and where so
 #: many add to a row so short that they wait for each other (T5's relative positions, 8192 a word: 1.07 ns).
-#: Longer rows are added as fast as they are written (the embeddings of Llama and BLOOM).
+#: Longer rows are added like neighbours (attention over the edges of a graph on an H100: 3.6 ps).
 _ADDED_WORK = 187.0
 _SCATTERED_WORK = 790.0
 _NARROW_WORK = 1240.0
@@ -82,6 +95,8 @@ _CONTENDED = 1024
 _SHORT_ROW = 32
 #: Operations in a row that are computed again at most (``torch._inductor.config.realize_opcount_threshold``).
 _MOST_OPERATIONS = 30
+#: Tensors that one kernel joins at most (``torch._inductor.config.max_pointwise_cat_inputs``).
+_MOST_JOINED = 8
 #: FLOP per byte from which a misaligned product is padded: about the ops:byte ratio of a V100 or A100, below
 #: which the copies would cost as much as they save.
 _PADDED_INTENSITY = 140
@@ -105,7 +120,7 @@ def fuse(step: Step) -> Step:
     skipped = _skipped(lowered)
     if all(map(skipped, lowered)):
         return replace(step, settings=replace(step.settings, compiled=False))
-    fusion = _Fusion(lowered, skipped)
+    fusion = _Fusion(lowered, skipped, step.returned)
     ops = tuple(fusion.kernels())
     return replace(
         step,
@@ -170,8 +185,8 @@ class _Chain:
 
     graph: tuple[bool, bool]
     members: list[int] = field(default_factory=list)
-    #: Bytes read, by what is read, with the member that read it first.
-    reads: dict[_Value, tuple[int, int]] = field(default_factory=dict)
+    #: Bytes read, by what is read and by the member that reads it.
+    reads: dict[_Value, dict[int, int]] = field(default_factory=dict)
     #: Other chains' members whose results are computed again.
     again: set[int] = field(default_factory=set)
     #: Where the fused kernel stands: its last member before anyone outside read a result.
@@ -185,7 +200,9 @@ class _Chain:
 class _Fusion:
     """The chains of a step."""
 
-    def __init__(self, ops: list[StepOp], skipped: Callable[[StepOp], bool]) -> None:
+    def __init__(
+        self, ops: list[StepOp], skipped: Callable[[StepOp], bool], returned: Collection[int] = ()
+    ) -> None:
         self.ops = ops
         self.chains: dict[int, _Chain] = {}
         self.refs: dict[_Value, TensorRef] = {}
@@ -209,12 +226,68 @@ class _Fusion:
                 producer[ref.id] = index
                 self.refs[index, ref.id] = ref
         self.written.update(value for value in self.refs if value not in read and not self._is_dead(value))
+        self.written.update((producer[number], number) for number in producer.keys() & set(returned))
+        needed = self.written.copy()
         for index, entry in enumerate(ops):
             if _is_generated(entry) and not skipped(entry):
                 self._add(index, entry)
                 continue
             for ref, writer in self.sources[index]:
                 self._escapes((writer, ref.id), index)
+        self._leave_out(needed)
+        self._join_siblings()
+
+    def _join_siblings(self) -> None:
+        """Fuse chains over as many elements that read the same, where what the later one reads is there when
+        the earlier one runs (Inductor's horizontal fusion)."""
+        seen: dict[tuple[tuple[bool, bool], int, _Value], _Chain] = {}
+        for chain in sorted(
+            {id(c): c for c in self.chains.values() if c.members}.values(), key=lambda c: c.position
+        ):
+            ops = [self._streaming(index) for index in chain.members]
+            elements = max(op.elements for op in ops)
+            if any(op.role != "pointwise" or op.inner for op in ops):
+                continue
+            keys = [(chain.graph, elements, root) for root in chain.reads]
+            ready = max((self._position(root[0]) for root in chain.reads), default=-1)
+            earlier = next((seen[key] for key in keys if key in seen and ready < seen[key].position), None)
+            into = chain if earlier is None else earlier
+            if into is not chain:
+                into.members += chain.members
+                into.again |= chain.again
+                for root, readers in chain.reads.items():
+                    into.reads.setdefault(root, {}).update(readers)
+                self.chains.update(dict.fromkeys(chain.members, into))
+                chain.members = []
+            seen.update((key, into) for key in keys if prod(self.refs[key[2]].shape) == elements)
+
+    def _position(self, writer: int) -> int:
+        """Where what an operation writes is there."""
+        chain = self.chains.get(writer)
+        return chain.position if chain else writer
+
+    def _leave_out(self, needed: set[_Value]) -> None:
+        """Leave out what none needs but who computes it again: no kernel makes that.
+
+        Args:
+            needed: What must be in memory, whoever else reads it: what libraries read, and results.
+        """
+        self.written = needed
+        inside: set[_Value] = set()
+        for index in sorted(self.chains, reverse=True):
+            chain, outputs = self.chains[index], self.ops[index].outputs
+            made = {(index, -1 - index), *((index, ref.id) for ref in outputs)}
+            if outputs and made.isdisjoint(inside) and made.isdisjoint(needed):
+                chain.members.remove(index)
+                for readers in chain.reads.values():
+                    readers.pop(index, None)
+                continue
+            inside.update(
+                (writer, ref.id) for ref, writer in self.sources[index] if self.chains.get(writer) is chain
+            )
+            needed.update(root for root, readers in chain.reads.items() if index in readers)
+        for chain in self.chains.values():
+            chain.reads = {root: readers for root, readers in chain.reads.items() if readers}
 
     def _streaming(self, index: int) -> Streaming:
         op = self.ops[index].op
@@ -235,7 +308,7 @@ class _Fusion:
             chain = self.chains.get(index)
             if chain is None:
                 yield from _padded(entry, self.sources[index], copies)
-            elif index == chain.position:
+            elif index == chain.position and chain.members:
                 yield self._kernel(chain)
 
     def memory(self, step: Step, stay: Collection[int]) -> Memory:
@@ -328,28 +401,32 @@ class _Fusion:
             source.escape = reader
 
     def _add(self, index: int, entry: StepOp) -> None:
-        chain = self._join(index, entry)
         op = self._streaming(index)
-        self.chains[index] = chain
+        needs = {}
+        for ref, writer in self.sources[index]:
+            value = (writer, ref.id)
+            if "backward" in op.function and op.role == "normalization":
+                value = self.normalised.get(value, value)
+            # A broadcast view is larger than what is read of it.
+            size = min(_bytes(ref), op.read_bytes)
+            needs[value] = {value: size} if op.role == "pooling" else self._roots(value, size)
+        chain = self.chains[index] = self._join(index, entry, needs)
         chain.members.append(index)
         if chain.escape < 0:
             chain.position = index
         if _sums(op) or op.function in _ADDING:
             chain.sums.update((ref.id, prod(ref.shape) * _sums(op)) for ref in entry.outputs)
-        for ref, writer in self.sources[index]:
-            value = (writer, ref.id)
-            if self.chains.get(writer) is chain:
+        elif made_of := list(self._sums_of(chain, needs)):
+            chain.sums.update((ref.id, max(made_of)) for ref in entry.outputs)
+        for value, roots in needs.items():
+            if self.chains.get(value[0]) is chain:
                 continue
-            if "backward" in op.function and op.role == "normalization":
-                value = self.normalised.get(value, value)
-            # A broadcast view is larger than what is read of it.
-            roots = self._roots(value, min(_bytes(ref), op.read_bytes))
             self._compute_again(chain, value, roots)
             for root, size in roots.items():
                 if self.chains.get(root[0]) is not chain:
                     self.written.add(root)
                     self._escapes(root, index)
-                    chain.reads[root] = max(chain.reads.get(root, (0, index)), (size, index))
+                    chain.reads.setdefault(root, {})[index] = size
         if op.role == "normalization" and "layer_norm" in op.function and "backward" not in op.function:
             self._normalise(index, op)
 
@@ -407,33 +484,69 @@ class _Fusion:
             known[value] = roots
         return known[value]
 
-    def _join(self, index: int, entry: StepOp) -> _Chain:
-        """The chain an operation belongs to: a producer's if it can still take it, else a new one."""
+    def _join(self, index: int, entry: StepOp, needs: dict[_Value, _Roots]) -> _Chain:
+        """The chain an operation belongs to: a producer's if it can still take it, else a new one.
+
+        Args:
+            needs: What it reads, and what must be read to have that.
+        """
         op = self._streaming(index)
         graph = (entry.phase == FORWARD, entry.recomputed)
         reads = self.sources[index]
-        for _, writer in () if _sums(op) else reversed(reads):
+        # Who makes what cannot be computed again comes before who would be copied.
+        writers = [writer for _, writer in reads] + [root[0] for roots in needs.values() for root in roots]
+        for writer in () if _sums(op) or op.role == "pooling" else reversed(writers):
             chain = self.chains.get(writer)
             if chain is None or chain.graph != graph:
                 continue
-            # What was produced before a result left the chain cannot depend on that result.
-            independent = all(
-                chain.escape < 0 or source < chain.escape or self.chains.get(source) is chain
-                for _, source in reads
+            if op.role != "pointwise" and any(_is_scattered(self._streaming(i)) for i in chain.members):
+                continue
+            # What was there before a result left the chain cannot depend on that result.
+            outside = {
+                root for value in needs if self.chains.get(value[0]) is not chain for root in needs[value]
+            }
+            independent = chain.escape < 0 or all(
+                self._position(writer) < chain.escape or self.chains.get(writer) is chain
+                for writer, _ in outside
             )
             # The last stage of a sum can go on with the sums themselves.
-            waits = any(
-                self.chains.get(source) is chain and op.elements > chain.sums.get(ref.id, op.elements)
-                for ref, source in reads
-            )
+            waits = any(op.elements > size for size in self._sums_of(chain, (*needs, *outside)))
             if independent and not waits:
                 return chain
         return _Chain(graph)
 
+    def _sums_of(self, chain: _Chain, values: Iterable[_Value]) -> Iterator[int]:
+        """Sizes of the sums of a chain that values are, or are made of."""
+        for writer, number in values:
+            if self.chains.get(writer) is chain and number in chain.sums:
+                yield chain.sums[number]
+
+    def _second_pass(self, chain: _Chain, index: int) -> tuple[int, float]:
+        """Bytes moved and FLOP before a norm can go on from its statistics: what its inputs are made of is
+        read and computed once more, or the inputs are, which then are written."""
+        before, open_ = {index}, [index]
+        direct = 0
+        while open_:
+            for ref, writer in self.sources[reader := open_.pop()]:
+                inside = self.chains.get(writer) is chain
+                direct += (
+                    (reader == index) * _bytes(ref) * (1 + (inside and (writer, ref.id) not in self.written))
+                )
+                if inside and writer not in before:
+                    before.add(writer)
+                    open_.append(writer)
+        roots = sum(
+            max(sizes)
+            for readers in chain.reads.values()
+            if (sizes := [readers[i] for i in before & {*readers}])
+        )
+        flop = sum(_flop(self._streaming(each)) for each in before - {index})
+        return (roots, flop) if roots <= direct else (direct, 0.0)
+
     def _kernel(self, chain: _Chain) -> StepOp:
         """The one kernel that a chain becomes."""
         outputs: dict[int, TensorRef] = {}
-        read_bytes = sum(size for size, _ in chain.reads.values())
+        read_bytes = sum(max(readers.values()) for readers in chain.reads.values())
         write_bytes = 0
         flop = sum(_flop(self._streaming(index)) for index in chain.again)
         members = [(self.ops[index], self._streaming(index)) for index in chain.members]
@@ -449,9 +562,14 @@ class _Fusion:
                 outputs[-1 - index] = self.refs[index, -1 - index]
                 write_bytes += op.elements * size_bytes("fp32")
             if op.function.removesuffix("_backward") in _IN_TWO_PASSES:
-                read_bytes += sum(size for size, first in chain.reads.values() if first <= index)
-                flop += flop - _flop(op)
+                again_bytes, again_flop = self._second_pass(chain, index)
+                read_bytes += again_bytes
+                flop += again_flop
         parts = [op for _, op in members]
+        # Each part of what many are joined to is written by a kernel, each table added to by another.
+        joined = [len(entry.inputs) for entry, op in members if op.function in ("cat", "stack")]
+        apart = sum(count - 1 for count in joined if count > _MOST_JOINED)
+        apart += max(0, sum(op.function in _ADDING for op in parts) - 1)
         largest = max(parts, key=lambda part: part.elements)
         first = members[0][0]
         names = dict.fromkeys(entry.name.removeprefix("aten.") for entry, _ in members)
@@ -472,7 +590,7 @@ class _Fusion:
                 flop_per_element=flop / largest.elements if largest.elements else 0.0,
                 strided=any(part.strided for part in parts if part.role in ("copy", "pointwise")),
                 function=GENERATED,
-                kernels=1 + sum(_STAGES.get(part.function, 0) + _sums(part) for part in parts),
+                kernels=1 + sum(_STAGES.get(part.function, 0) + _sums(part) for part in parts) + apart,
             ),
             phase=first.phase,
             site=replace(first.site, fallback=calls.pop() if len(calls) == 1 else None),
@@ -515,13 +633,20 @@ def _sums(op: Streaming) -> bool:
     return op.role == "reduction" and op.inner in (0, op.elements)
 
 
+def _is_scattered(op: Streaming) -> bool:
+    """Its kernel looks into windows, which is done once: sums and norms are not fused with it."""
+    return op.role == "pooling" and "backward" in op.function
+
+
 def _flop(op: Streaming) -> float:
+    if _is_scattered(op):
+        return op.elements * op.flop_per_element * _WINDOW_WORK
     return op.elements * _WORK.get(op.function.strip("_"), op.flop_per_element)
 
 
 def _is_kept(op: Streaming) -> bool:
     """Its result is never computed again: sums would have to be, random numbers cannot."""
-    backward = "backward" in op.function and op.role in ("normalization", "softmax")
+    backward = "backward" in op.function and op.role in ("normalization", "softmax", "pooling")
     return backward or op.role == "reduction" or op.function in _ADDING or op.function.strip("_") in _KEPT
 
 
@@ -541,12 +666,31 @@ def _lowered(step: Step) -> Iterator[StepOp]:
             # A loss lies as its labels do, other gradients as the convolutions want them.
             losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")
             yield from _added(entry, op, strided and not losses, entry.inputs[0].id in roles)
-        elif isinstance(op, Conv):  # a bias is added with what follows
+        elif isinstance(op, Streaming) and op.function.startswith("max_pool2d_with_indices"):
+            yield _with_offsets(entry, op)
+        elif isinstance(op, Conv):
             last = op.channels_last or (channels_last and len(op.kernel_size) == _IMAGE)
             yield replace(entry, op=replace(op, channels_last=last, bias=False))
+            if op.bias and entry.phase == FORWARD and entry.outputs:  # is added in place, with what follows
+                out = entry.outputs[0]
+                bias = Streaming(
+                    "pointwise", prod(out.shape), _bytes(out), _bytes(out), out.dtype, function=BIAS
+                )
+                yield replace(entry, op=bias, name="aten.add", inputs=(out,))
         else:
             yield entry
         roles.update((ref.id, op.category) for ref in entry.outputs)
+
+
+def _with_offsets(entry: StepOp, op: Streaming) -> StepOp:
+    """Pooling whose indices are offsets within the window, of a byte each."""
+    sides = []
+    for refs in (entry.inputs, entry.outputs):
+        narrow = tuple(replace(ref, dtype="int8") if ref.dtype == "int64" else ref for ref in refs)
+        sides.append((narrow, sum(map(_bytes, refs)) - sum(map(_bytes, narrow))))
+    (inputs, read), (outputs, written) = sides
+    op = replace(op, read_bytes=op.read_bytes - read, write_bytes=op.write_bytes - written)
+    return replace(entry, op=op, inputs=inputs, outputs=outputs)
 
 
 def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator[StepOp]:
@@ -573,8 +717,10 @@ def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator
     stores = entry.phase == FORWARD and not op.function.endswith("_add")  # most likely
     if interpolated:
         work = _SCATTERED_WORK if strided else _ADDED_WORK
-    elif stores or elements >= _SHORT_ROW * rows:
+    elif stores:
         work = 1.0
+    elif elements >= _SHORT_ROW * rows:
+        work = _ADDED_WORK
     elif elements >= _CONTENDED * prod(table.shape):
         work = _CONTENDED_WORK
     else:
