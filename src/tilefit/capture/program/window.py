@@ -25,6 +25,7 @@ from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
+from tilefit.capture.program.repeats import Repeats
 from tilefit.capture.program.words import described
 from tilefit.capture.trees import tensors, untransformed
 from tilefit.emulation.tensor import CudaTensor
@@ -90,6 +91,7 @@ class Window:
         """Within the block, which is to be around the whole run, habits of the program and its calls of
         models are noticed; ``told`` gets each model, or CUDA graph, that is about to run."""
         window, call, modes, sites = self, nn.Module.__call__, self._modes, self._modes.sites
+        repeats = Repeats(modes.meetings.took)
 
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """PyTorch's profiler, recording stacks, takes what is named ``self`` here for the module."""
@@ -99,7 +101,7 @@ class Window:
                 refuse_script()
             told(self)
             if modes.recorder.muted:
-                return call(self, *args, **kwargs)
+                return repeats.result(call, self, sites.source_stack(), args, kwargs)
             trains, graph = self.training and torch.is_grad_enabled(), modes.meetings.capturing
             if graph is None:
                 window._called[type(_unwrapped(self)).__name__] += 1
