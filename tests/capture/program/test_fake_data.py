@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import mimetypes
 import os
 import re
 import socket
@@ -177,6 +178,11 @@ def test_a_library_beside_the_program_learns_what_is_installed(
     with fake_data(found):
         assert importlib.import_module("vendored").installed() == (None, False, True)
     assert not found
+
+
+def test_what_pythons_own_library_does_without_on_this_system_is_not_missed(sources: Sources) -> None:
+    importlib.reload(mimetypes)  # which looks for winreg
+    assert sources.explained(SystemExit("give me data")) is None
 
 
 def test_a_file_of_the_users_called_datasets_is_theirs(
