@@ -702,6 +702,32 @@ for _ in range(5):
     assert step.program.step == "a batch of 96, Adam"
 
 
+def test_a_loss_of_ones_own_with_buffers_is_no_model(tmp_path: Path) -> None:
+    """As of DETR and DINO, whose losses are modules with weights of classes, or a center."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 8))
+    def forward(self, scores, aims):
+        return (scores - aims - self.center).square().mean()
+net, loss = nn.Linear(16, 8).cuda(), Loss().cuda()
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(5):
+    out = net(torch.randn(32, 4, 16, device="cuda"))
+    optimizer.zero_grad()
+    loss(out.flatten(0, 1), torch.zeros(128, 8, device="cuda")).backward()
+    optimizer.step()
+""",
+    )
+    assert step.inputs == ("input: float32[32,4,16]",)
+    assert step.batch == 32
+
+
 def test_models_that_no_optimizer_steps_are_known_by_their_calls(tmp_path: Path) -> None:
     distilling = """
 import torch

@@ -44,6 +44,7 @@ class _Call:
         chunk: The micro-batch of a pipeline's stage.
         version: Of the model's parameters.
         place: Where it is written in the program (:meth:`~tilefit.capture.sites.SiteTracker.source_call`).
+        learns: The model has parameters that may be trained: a loss may have buffers alone.
         inputs: By name.
     """
 
@@ -52,6 +53,7 @@ class _Call:
     chunk: int | None
     version: int
     place: str
+    learns: bool
     inputs: Any
 
 
@@ -71,8 +73,8 @@ class Window:
         self._models: dict[int, tuple[nn.Module, str]] = {}
         #: The micro-batch that a stage of a pipeline goes forward with.
         self._chunk: int | None = None
-        #: Whether a gradient reached what that call returned.
-        self._is_trained = False
+        #: Whether a gradient reached what that call, of a model that learns, returned; what any call did.
+        self._is_trained = self._reached = False
         #: Of the forward passes that a backward pass followed, how many there were of each model with its
         #: parameters as they were at the first: passes on weights that have changed are over the same samples
         #: again, as of SAM or of a line search. Those that one backward pass follows are one, as of two views
@@ -107,7 +109,8 @@ class Window:
                 window._called[type(_unwrapped(self)).__name__] += 1
             inputs = None if window._is_trained and graph is None else _named(self, args, kwargs)
             number, place = next(window._numbers), sites.source_call()
-            made = _Call(number, id(self), window._chunk, version(self), place, inputs)
+            learns = trains and any(each.requires_grad for each in self.parameters())
+            made = _Call(number, id(self), window._chunk, version(self), place, learns, inputs)
             out = call(self, *args, **kwargs)
             if trains:
                 _when_trained(out, partial(window._trained, made))
@@ -152,7 +155,7 @@ class Window:
         gc.collect()  # what only reference cycles hold is freed sooner or later, and is no part of a step
         self._modes.start()
         self._first = self._call = None
-        self._is_trained = False
+        self._is_trained = self._reached = False
         self._passes.clear()
         self._placed.clear()
         self._called.clear()
@@ -178,8 +181,9 @@ class Window:
             self._placed.add(call.number)
             place = self._habits.backwards, call.chunk
             self._passes.setdefault(call.module, {}).setdefault(place, call.version)
-        if not self._is_trained:
-            self._call, self._is_trained = call, True
+        if not self._is_trained and (call.learns or not self._reached):
+            self._call, self._is_trained = call, call.learns
+        self._reached = True
 
     def step(self, name: str, command: str, stepped: list[torch.optim.Optimizer], steps: int) -> Step:
         """The step, which ends here.
