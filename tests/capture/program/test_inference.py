@@ -201,6 +201,35 @@ for _ in range(9):
     assert (step.settings.training, step.batch) == (True, 8)
 
 
+def test_a_stream_that_is_evaluated_before_training_is_read_on(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import time
+import torch
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(64)
+def batches():
+    for batch in torch.utils.data.DataLoader(Stream(), 16):
+        yield batch.cuda()
+net = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+given = batches()
+with torch.no_grad():
+    for _ in range(16):
+        net(next(given))
+        time.sleep(0.5)
+for _ in range(9):
+    net(next(given)).sum().backward()
+    optimizer.step()
+""",
+    )
+
+    assert (step.settings.training, step.batch) == (True, 16)
+
+
 def test_an_evaluation_before_training_makes_what_it_made_before_only_so_often(tmp_path: Path) -> None:
     step = _run(
         tmp_path,

@@ -728,6 +728,54 @@ for _ in range(5):
     assert step.batch == 32
 
 
+def test_tables_that_look_up_numbers_of_their_own_are_no_samples(tmp_path: Path) -> None:
+    """As of a DLRM, whose sparse features are a list of as many numbers as each table is asked for."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(1000, 16, mode="sum") for _ in range(4))
+        self.out = nn.Linear(4 * 16 + 8, 1)
+    def forward(self, dense, offsets, numbers):
+        looked = [table(n, o) for table, n, o in zip(self.tables, numbers, offsets)]
+        return self.out(torch.cat((*looked, dense), 1))
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(5):
+    numbers = [torch.randint(1000, (512 + 7 * i,)).cuda() for i in range(4)]
+    offsets = torch.arange(256).repeat(4, 1).cuda()
+    net(torch.randn(256, 8, device="cuda"), offsets, numbers).mean().backward()
+    optimizer.step()
+""",
+    )
+    assert step.batch == 256
+    alone = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+    def forward(self, samples, kind):
+        return self.out(pad_sequence(samples, batch_first=True))
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(5):
+    samples = [torch.zeros(n, 8).cuda() for n in (5, 9, 7)]
+    net(samples, torch.zeros(1, device="cuda")).mean().backward()
+    optimizer.step()
+""",
+    )
+    assert alone.batch == 3
+
+
 def test_models_that_no_optimizer_steps_are_known_by_their_calls(tmp_path: Path) -> None:
     distilling = """
 import torch

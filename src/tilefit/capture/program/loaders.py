@@ -109,8 +109,10 @@ class Loaders:
             return pin(copy.deepcopy(batch))
 
     def end_epoch(self) -> bool:
-        """What is being drawn from now gives no further batch; whether there is such."""
-        running = [each for loader, _ in self._fed.values() if (each := self._drawn[loader]()) is not None]
+        """What is being drawn from now gives no further batch; whether there is such. Streams go on: who draws
+        from one that never ends is not prepared for its end."""
+        fed = [loader for loader, _ in self._fed.values() if isinstance(loader.sampler, Sized)]
+        running = [each for loader in fed if (each := self._drawn[loader]()) is not None]
         running = [each for each in running if not each._tilefit_ends]
         for iterator in running:
             iterator._tilefit_ends = True
