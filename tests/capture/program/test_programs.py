@@ -702,6 +702,36 @@ for _ in range(5):
     assert step.program.step == "a batch of 96, Adam"
 
 
+def test_what_a_method_calls_is_advised_to_be_compiled_there(tmp_path: Path) -> None:
+    """torch.compile(agent) compiles calls of the agent, which an agent's methods are none of."""
+    text = """
+import torch
+from torch import nn
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU(), nn.Tanh())
+        self.head = nn.Linear(64, 4)
+    def value(self, x):
+        return self.head(self.body(x).tanh().sin())
+    def forward(self, x):
+        return self.value(x)
+agent = Agent().cuda()
+optimizer = torch.optim.Adam(agent.parameters())
+for _ in range(5):
+    optimizer.zero_grad()
+    CALL(torch.randn(4096, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
+    (gpu,) = resolve("h100-sxm")
+    advised = []
+    for call in ("agent.value", "agent"):
+        report = Assessment(_run(tmp_path, text.replace("CALL", call)), gpu).report
+        advised += [each.fix for each in report.findings if each.code == "NTC001"]
+    assert "model.value = torch.compile(model.value)" in advised[0]
+    assert advised[1] == "Compile the model: model = torch.compile(model)."
+
+
 def test_a_loss_of_ones_own_with_buffers_is_no_model(tmp_path: Path) -> None:
     """As of DETR and DINO, whose losses are modules with weights of classes, or a center."""
     step = _run(

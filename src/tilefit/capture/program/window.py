@@ -30,7 +30,7 @@ from tilefit.capture.program.words import described
 from tilefit.capture.trees import tensors, untransformed
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import refuse_script
-from tilefit.ops import Settings, Step
+from tilefit.ops import Habit, Settings, Site, Step
 from tilefit.ops.program import Program
 
 
@@ -45,6 +45,7 @@ class _Call:
         version: Of the model's parameters.
         place: Where it is written in the program (:meth:`~tilefit.capture.sites.SiteTracker.source_call`).
         learns: The model has parameters that may be trained: a loss may have buffers alone.
+        method: Of a module that it is a part of, which calls it instead of being called itself.
         inputs: By name.
     """
 
@@ -54,6 +55,7 @@ class _Call:
     version: int
     place: str
     learns: bool
+    method: str
     inputs: Any
 
 
@@ -110,7 +112,8 @@ class Window:
             inputs = None if window._is_trained and graph is None else _named(self, args, kwargs)
             number, place = next(window._numbers), sites.source_call()
             learns = trains and any(each.requires_grad for each in self.parameters())
-            made = _Call(number, id(self), window._chunk, version(self), place, learns, inputs)
+            by = _method_calling(self)
+            made = _Call(number, id(self), window._chunk, version(self), place, learns, by, inputs)
             out = call(self, *args, **kwargs)
             if trains:
                 _when_trained(out, partial(window._trained, made))
@@ -226,6 +229,9 @@ class Window:
             modes.recorder.let_grow(batch)
         step = modes.step(settings, name, inputs, modes.unseen_notes)
         habits = self._habits.found()  # names events, too
+        if call is not None and call.method:
+            line = call.place.rpartition(":")[0]
+            habits = (*habits, Habit("called_by_a_method", Site("", line), detail=call.method))
         updates = bool(stepped) or _updates(step)
         program = Program(
             command=command,
@@ -285,6 +291,19 @@ def _when_trained(out: Any, told: Callable[[], None]) -> None:
     for leaf in made:
         if leaf.requires_grad:
             leaf.register_hook(lambda gradient: told())
+
+
+def _method_calling(module: nn.Module) -> str:
+    """``Class.method`` of the module that a part of it is called in; a trainer's compiles what it calls."""
+    frame, found = sys._getframe(1).f_back, ""
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and owner is not module and any(p is module for p in owner.modules()):
+            is_trainers = hasattr(owner, "training_step")
+            found = "" if is_trainers else f"{type(owner).__name__}.{code.co_name}"
+        frame = frame.f_back
+    return found
 
 
 def _updates(step: Step) -> bool:
