@@ -732,6 +732,111 @@ for _ in range(5):
     assert advised[1] == "Compile the model: model = torch.compile(model)."
 
 
+def test_an_ensemble_has_the_parameters_that_are_stacked(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import copy
+import torch
+from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
+nets = [nn.Linear(64, 8).cuda() for _ in range(5)]
+parameters, buffers = stack_module_state(nets)
+base = copy.deepcopy(nets[0]).to("meta")
+assert base.weight.is_meta
+optimizer = torch.optim.Adam(parameters.values())
+for _ in range(5):
+    x = torch.randn(32, 64, device="cuda")
+    one = lambda p, b, x: functional_call(base, (p, b), (x,))
+    optimizer.zero_grad()
+    vmap(one, (0, 0, None))(parameters, buffers, x).square().mean().backward()
+    optimizer.step()
+""",
+    )
+    assert step.parameter_count == 5 * (64 * 8 + 8)
+    assert step.memory.parameter_bytes == 4 * step.parameter_count
+    assert step.batch == 32
+
+
+def test_copies_that_an_optimizer_trains_are_no_further_parameters(tmp_path: Path) -> None:
+    """Of mixed precision by hand: what is computed with is the model's, in half precision."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(64, 8).cuda().half()
+masters = [torch.nn.Parameter(each.detach().float()) for each in net.parameters()]
+optimizer = torch.optim.Adam(masters)
+for _ in range(5):
+    net(torch.randn(32, 64, device="cuda").half()).float().square().mean().backward()
+    for master, each in zip(masters, net.parameters()):
+        master.grad, each.grad = each.grad.float(), None
+    optimizer.step()
+    with torch.no_grad():
+        for master, each in zip(masters, net.parameters()):
+            each.copy_(master)
+""",
+    )
+    assert step.parameter_count == 64 * 8 + 8
+    assert step.memory.parameter_bytes == 2 * step.parameter_count
+
+
+def test_values_that_a_compiled_model_reads_are_noted(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+    def forward(self, x):
+        x = self.up(x)
+        return torch.where(x > 0, x, -x).sin().cos() if x.sum() > -1e9 else x
+net = COMPILED
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(5):
+    loss = net(torch.randn(32, 64, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+    compiled = _run(tmp_path, text.replace("COMPILED", "torch.compile(Net().cuda())"))
+    assert [note for note in compiled.notes if "reads 1 tensor value" in note]
+    assert compiled.settings.split
+    eager = _run(tmp_path, text.replace("COMPILED", "Net().cuda()"))
+    assert not eager.notes
+    assert not eager.settings.split
+
+
+def test_a_solver_that_tries_until_its_error_is_small_gets_on(tmp_path: Path) -> None:
+    """And once it is known that it does, a step is not made of what it tried before."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(2048, 2048).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def solved(x):
+    t, size = 0.0, 0.5
+    while t < 1:
+        further = x + size * net(x)
+        error = (further - x).abs().max()
+        if error <= 1:
+            x, t = further, t + 0.5
+        size = 0.5
+    return x
+
+for _ in range(4):
+    optimizer.zero_grad()
+    solved(torch.randn(8, 2048, device="cuda")).sum().backward()
+    optimizer.step()
+""",
+    )
+    products = [entry for entry in step.ops if entry.op.multiplies and entry.phase == "forward"]
+    assert len(products) == 2
+
+
 def test_a_loss_of_ones_own_with_buffers_is_no_model(tmp_path: Path) -> None:
     """As of DETR and DINO, whose losses are modules with weights of classes, or a center."""
     step = _run(

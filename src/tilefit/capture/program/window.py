@@ -31,7 +31,7 @@ from tilefit.capture.trees import tensors, untransformed
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import refuse_script
 from tilefit.ops import Habit, Settings, Site, Step
-from tilefit.ops.program import Program
+from tilefit.ops.program import WAIT, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +212,8 @@ class Window:
         modes.count_optimizer_state()
         modes.recorder.mark_replayed_backward()
         compiled = modes.compiling.share >= 0.5
+        reads = sum(event.kind == WAIT and event.within for event in modes.meetings.events)
+        modes.note_graph_breaks(reads if compiled else 0)
         settings = Settings(
             training=training,
             amp=modes.amp_seen,
@@ -222,6 +224,8 @@ class Window:
             compiled=compiled,
             cudnn_benchmark=torch.backends.cudnn.benchmark,
             cuda_graph=compiled and modes.compiling.graphed,
+            split=modes.split,
+            recompiled=modes.recompiled,
         )
         if settings.training:
             modes.recorder.let_inputs_grow(t for t in tensors(inputs) if isinstance(t, CudaTensor))
