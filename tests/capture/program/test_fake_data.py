@@ -6,6 +6,7 @@ import importlib
 import mimetypes
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -223,6 +224,7 @@ def test_what_is_written_is_read_again_and_never_lands_on_the_disk(tmp_path: Pat
             file.write(b"loss")
         assert (tmp_path / "runs" / "1" / "events").read_bytes() == b"loss"
         assert sorted(os.listdir(tmp_path)) == ["log.txt", "runs"]
+        assert shutil.disk_usage(tmp_path / "runs" / "1").free > 0  # datasets asks of its cache as well
         path.unlink()
         assert not path.exists()
     assert path.read_text() == "real"

@@ -47,6 +47,8 @@ _OPENERS = (
     _Opener("h5py", "File.__init__", 1, "name", _BY_MODE),
     _Opener("soundfile", "SoundFile.__init__", 1, "file", _BY_MODE),
     _Opener("pyarrow", "OSFile", 0, "path", _BY_MODE),
+    _Opener("pyarrow", "memory_map", 0, "path", _BY_MODE),
+    _Opener("pyarrow", "create_memory_map", 0, "path", _CHANGED),
 )
 #: Names that are no files.
 _NONE = (":memory:", "")
