@@ -142,9 +142,10 @@ def batch_of(inputs: Any, ops: Iterable[StepOp]) -> int:
     shapes = [tuple(t.shape) for t in tensors(inputs) if t.dim() and id(t) not in parts]
     shapes = [shape for shape in shapes if len(shape) > 1] or shapes
     sizes = [shape[0] for shape in shapes if shape[0] > 1]
+    if not (sizes or ragged):
+        sizes = [shape[0] for shape in shapes[:1]]
     sizes += [size for shape in shapes[:1] for size in shape[1:2] if size > 1]
     sizes += map(len, ragged)
-    sizes = sizes or [shape[0] for shape in shapes[:1]]
     flop: Counter[int] = Counter()
     for entry in ops:
         if entry.phase == FORWARD:
