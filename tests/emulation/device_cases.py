@@ -192,14 +192,14 @@ def _():
     )
     same = unknown(2).type("torch.cuda.HalfTensor"), unknown(2).type(torch.FloatTensor)
     torch.set_default_tensor_type("torch.cuda.FloatTensor")
-    default = torch.zeros(2).type()
+    default = torch.zeros(2).type(), torch.Tensor([2.0]).type(), torch.Tensor(2, 3).type()
     torch.set_default_tensor_type(torch.FloatTensor)
     kinds = [isinstance(each, tensor) for each in (*made, torch.ones(2))]
     return [
         [each.type() for each in (*made, *same)],
         kinds,
         default,
-        torch.zeros(2).type(),
+        (torch.zeros(2).type(), torch.Tensor([2.0]).type()),
         list(made[2].shape),
     ]
 

@@ -116,21 +116,27 @@ def _range(extents: Sequence[int]) -> str:
 
 
 def batch_of(inputs: Any, ops: Iterable[StepOp]) -> int:
-    """Samples: the length of a list of images, or of samples of different lengths; or of the sizes that the
-    inputs begin with, and the second one of what may be time-first, the first that divides the rows of what
-    the step multiplies."""
+    """Samples: the length of a list of images; or of the sizes that the inputs begin with, the second one of
+    what may be time-first, and the length of a list of samples of different lengths, the first that divides
+    the rows of what the step multiplies."""
     arguments: Any = inputs.values() if isinstance(inputs, Mapping) else inputs
+    ragged: list[Any] = []
     # A tensor is no list of arguments; iterating over it would make a view of every row.
     for each in arguments if isinstance(arguments, Iterable) and not isinstance(inputs, torch.Tensor) else ():
         if isinstance(each, PackedSequence):
             return int(each.batch_sizes[0])
-        if isinstance(each, list) and each and (all(map(_is_image, each)) or _is_ragged(each)):
+        if isinstance(each, list) and each and all(map(_is_image, each)):
             return len(each)
+        ragged += [each] * (isinstance(each, list) and _is_ragged(each))
     # Masks that serve all samples, positions and lengths come first at times.
-    shapes = [tuple(t.shape) for t in tensors(inputs) if t.dim()]
+    parts = {id(part) for each in ragged for part in each}
+    shapes = [tuple(t.shape) for t in tensors(inputs) if t.dim() and id(t) not in parts]
     shapes = [shape for shape in shapes if len(shape) > 1] or shapes
-    sizes = [shape[0] for shape in shapes if shape[0] > 1] or [shape[0] for shape in shapes[:1]]
+    sizes = [shape[0] for shape in shapes if shape[0] > 1]
+    if not (sizes or ragged):
+        sizes = [shape[0] for shape in shapes[:1]]
     sizes += [size for shape in shapes[:1] for size in shape[1:2] if size > 1]
+    sizes += map(len, ragged)
     flop: Counter[int] = Counter()
     for entry in ops:
         if entry.phase == FORWARD:

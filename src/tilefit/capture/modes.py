@@ -198,13 +198,19 @@ class Modes:
                 "a part of the step computes on tensors of another device", where=line, hint=ELSEWHERE
             )
 
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the models, each by all of its names."""
+        for prefix, model in self.sites.roots:
+            for path, parameter in model.named_parameters(remove_duplicate=False):
+                yield prefix + path, parameter
+
     def step(self, settings: Settings, name: str, inputs: Any, notes: Sequence[str]) -> Step:
         """The step that ran."""
         names: dict[nn.Parameter, list[str]] = {}
         buffers: set[torch.Tensor] = set()
-        for prefix, model in self.sites.roots:
-            for path, parameter in model.named_parameters(remove_duplicate=False):
-                names.setdefault(parameter, []).append(prefix + path)
+        for path, parameter in self._parameters():
+            names.setdefault(parameter, []).append(path)
+        for _, model in self.sites.roots:
             buffers.update(model.buffers())
         parameters = {
             first: Parameter(

@@ -7,6 +7,7 @@ import linecache
 import sys
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 _OWN = str(Path(__file__).parents[1])
 #: What modes of PyTorch's, such as that of a default device, do on the way.
@@ -15,14 +16,20 @@ _PASSING_ON = ("__torch_function__", "__torch_dispatch__", "handle_torch_functio
 _Span = tuple[int, int, int, int]
 
 
-def expected() -> bool | None:
-    """What lets the program go on where the code that runs asks whether something is true; None where it goes
-    on either way, or nobody can tell."""
+def asking() -> FrameType:
+    """Where the code runs that asks."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_OWN) or frame.f_code.co_name in _PASSING_ON
     ):
         frame = frame.f_back
+    return frame
+
+
+def expected() -> bool | None:
+    """What lets the program go on where the code that runs asks whether something is true; None where it goes
+    on either way, or nobody can tell."""
+    frame = asking()
     code = frame.f_code
     if frame.f_lineno not in _checks(code.co_filename):
         return None

@@ -78,6 +78,8 @@ def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         device.copied(TO_HOST, source, non_blocking)
         rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
         return aten._to_copy(device.told(source, "to"), **rest)
+    if isinstance(source, CudaTensor) and kind == "meta":  # a shape, of which nothing is copied
+        return torch.empty_like(source.on_meta, dtype=kwargs.get("dtype"))
     if not isinstance(source, CudaTensor) and kind == "cuda":
         if source.layout != torch.strided:
             return device.sparse_to_gpu(source, kwargs.get("dtype") or source.dtype, non_blocking)

@@ -77,7 +77,7 @@ class CudaTensor(torch.Tensor):
     def __init__(
         self, inner: torch.Tensor, value: Value | None = None, *, requires_grad: bool | None = None
     ) -> None:
-        if requires_grad is None:
+        if requires_grad is None and "on_meta" not in vars(self):  # torch.Tensor(…) may have made it
             self.on_meta, self.value = inner, value
 
     @classmethod

@@ -93,6 +93,7 @@ def _types() -> None:
         kinds[kind] = kinds[f"torch.cuda.{name}Tensor"] = kind
         setattr(_torch.cuda, f"{name}Tensor", kind)
     as_type, set_default = _torch.Tensor.type, _torch.set_default_tensor_type
+    plain = _torch._C.TensorBase.__new__
 
     def typed(tensor: torch.Tensor, dtype: Any = None, *rest: Any, **kwargs: Any) -> Any:
         kind = kinds.get(dtype)
@@ -101,12 +102,21 @@ def _types() -> None:
         return tensor.to(CUDA, kind.dtype, *rest, **kwargs)
 
     def default(kind: Any) -> None:
+        """The type of what is made, by ``torch.Tensor(…)`` too, which knows of no default device."""
+        _torch.Tensor.__new__ = plain
         if kind not in kinds:
             torch.set_default_device(None)
             set_default(kind)
             return
         torch.set_default_dtype(kinds[kind].dtype)
         torch.set_default_device(CUDA)
+
+        def made(cls: type, *given: Any, **kwargs: Any) -> Any:
+            if cls is not torch.Tensor or kwargs:
+                return plain(cls, *given, **kwargs)
+            return kinds[kind](*given)
+
+        _torch.Tensor.__new__ = made
 
     _torch.Tensor.type, _torch.set_default_tensor_type = typed, default
 

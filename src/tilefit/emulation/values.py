@@ -9,14 +9,17 @@ then on an assumption, which whoever reads it is told of.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
 
+from tilefit.emulation.checks import asking
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.value import State, Value
 from tilefit.ops.operations import NAMED
@@ -31,6 +34,9 @@ _MOST_MULTIPLIED = 1 << 16
 _PRODUCTS = frozenset("mm addmm bmm baddbmm convolution".split())
 #: A chain of values that are not made yet ends here: making them calls itself.
 _DEEPEST = 30
+#: Comparisons in one place that are answered by no. A choice: more than a few steps of a large model have
+#: parameters, whose gradients may each be asked for their norm.
+_PATIENCE = 500
 #: Elements up to which numbers are drawn for a choice to depend on.
 _MOST_DRAWN = 1 << 22
 
@@ -131,6 +137,7 @@ class Values:
     """
 
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    _asked: Counter[tuple[CodeType, int]] = field(default_factory=Counter)
 
     # ---- one operation ---------------------------------------------------------------------------
 
@@ -249,7 +256,7 @@ class Values:
         """The results of an operation with numbers drawn for those that are not known."""
         shape = layouts[0][0]
         if name in _COMPARISONS and not shape:
-            return [torch.tensor(False)]  # nothing is too large, or the best so far
+            return [torch.tensor(self._is_waited_for())]  # nothing is too large, or the best so far
         if name == "_to_copy" and isinstance(known[0], _Unknown) and layouts[0][1] != torch.bool:
             return [
                 torch.ones(shape, dtype=dtype) for shape, dtype in layouts
@@ -266,6 +273,13 @@ class Values:
         if results and [(r.shape, r.dtype) for r in results] == layouts:
             return results
         return [self._drawn_choice(name, call, known, *layout) for layout in layouts]
+
+    def _is_waited_for(self) -> bool:
+        """Whether a comparison is asked for so often in one place that a loop only ends once it holds, as
+        that of a solver that tries a smaller step; it holds there from then on."""
+        frame = asking()
+        self._asked[frame.f_code, frame.f_lineno] += 1
+        return self._asked[frame.f_code, frame.f_lineno] > _PATIENCE
 
     def _stand(
         self, known: Value | _Unknown, draw: Callable[..., torch.Tensor], stands: dict[int, torch.Tensor]

@@ -103,7 +103,7 @@ class Habit:
         name: Which: ``detect_anomaly``, ``launch_blocking``, ``deterministic``, ``keeps_gradients``
             (``zero_grad(set_to_none=False)``), ``parameter_loop``, ``evaluates_with_gradients``,
             ``synchronizes_micro_batches``, ``finds_nothing_unused``, ``differentiates_backward``
-            (``create_graph=True``).
+            (``create_graph=True``), ``called_by_a_method`` (the model's parts are, instead of the model).
         site: Its line.
         first, last: The operations it made, as indices into the step's (``last`` excluded); equal where none.
         detail: What a reader needs to know, such as ``161 parameters``.

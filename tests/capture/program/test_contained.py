@@ -137,6 +137,22 @@ def test_files_that_libraries_write_themselves_are_not_the_users(tmp_path: Path)
     assert {each.name for each in tmp_path.iterdir()} == {"model.safetensors", "model.ts", "program.py"}
 
 
+def test_what_arrow_maps_is_what_the_program_wrote(tmp_path: Path) -> None:
+    """As ``datasets`` does with what it has made of local files."""
+    pytest.importorskip("pyarrow")
+    code = (
+        f"import pyarrow; os.chdir({str(tmp_path)!r})\n"
+        "open('rows.arrow', 'wb').write(b'rows')\n"
+        "for _ in range(9):\n"
+        "    assert pyarrow.memory_map('rows.arrow').read() == b'rows'\n"
+        "    assert pyarrow.memory_map('mine.arrow').read() == b'mine'\n"
+        "    step()\n"
+    )
+    (tmp_path / "mine.arrow").write_text("mine")
+    assert _run(tmp_path, code).ops
+    assert {each.name for each in tmp_path.iterdir()} == {"mine.arrow", "program.py"}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Landlock is Linux's")
 def test_what_nobody_redirects_cannot_be_written(tmp_path: Path) -> None:
     """Run in a process of its own, which is confined from then on."""

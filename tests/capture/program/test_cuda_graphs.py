@@ -83,10 +83,14 @@ def _run(folder: Path, text: str) -> Step:
     return capture_program_in_child(ProgramOptions(str(path)), "h100-sxm", 100)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 11])
+@pytest.mark.parametrize(("steps", "stream"), [(1, "side"), (3, "side"), (11, "side"), (3, "None")])
 @pytest.mark.parametrize("body", [_WHOLE, _PART])
-def test_the_step_is_of_replays_not_of_the_warm_up(body: str, steps: int, tmp_path: Path) -> None:
-    step = _run(tmp_path, _MAKE + body.replace("WARM", str(steps)))
+def test_the_step_is_of_replays_not_of_the_warm_up(
+    body: str, steps: int, stream: str, tmp_path: Path
+) -> None:
+    """Also of one on the program's own stream, as ``None`` says."""
+    made = _MAKE.replace("cuda.stream(side)", f"cuda.stream({stream})")
+    step = _run(tmp_path, made + body.replace("WARM", str(steps)))
 
     assert step.program is not None
     assert step.program.step == "a batch of 16, SGD, bf16 autocast, CUDA graphs"

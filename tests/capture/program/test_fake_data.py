@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import mimetypes
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -179,6 +181,11 @@ def test_a_library_beside_the_program_learns_what_is_installed(
     assert not found
 
 
+def test_what_pythons_own_library_does_without_on_this_system_is_not_missed(sources: Sources) -> None:
+    importlib.reload(mimetypes)  # which looks for winreg
+    assert sources.explained(SystemExit("give me data")) is None
+
+
 def test_a_file_of_the_users_called_datasets_is_theirs(
     sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +224,7 @@ def test_what_is_written_is_read_again_and_never_lands_on_the_disk(tmp_path: Pat
             file.write(b"loss")
         assert (tmp_path / "runs" / "1" / "events").read_bytes() == b"loss"
         assert sorted(os.listdir(tmp_path)) == ["log.txt", "runs"]
+        assert shutil.disk_usage(tmp_path / "runs" / "1").free > 0  # datasets asks of its cache as well
         path.unlink()
         assert not path.exists()
     assert path.read_text() == "real"

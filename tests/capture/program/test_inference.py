@@ -201,6 +201,71 @@ for _ in range(9):
     assert (step.settings.training, step.batch) == (True, 8)
 
 
+def test_a_stream_that_is_evaluated_before_training_is_read_on(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import time
+import torch
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(64)
+def batches():
+    for batch in torch.utils.data.DataLoader(Stream(), 16):
+        yield batch.cuda()
+net = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+given = batches()
+with torch.no_grad():
+    for _ in range(16):
+        net(next(given))
+        time.sleep(0.5)
+for _ in range(9):
+    net(next(given)).sum().backward()
+    optimizer.step()
+""",
+    )
+
+    assert (step.settings.training, step.batch) == (True, 16)
+
+
+def test_an_evaluation_before_training_makes_what_it_made_before_only_so_often(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out, self.calls = torch.nn.Linear(2048, 2048), torch.nn.Linear(2048, 3), 0
+    def forward(self, x):
+        self.calls += 1
+        y = self.out(self.hidden(x).relu())
+        return {"scores": y, "loss": y.mean(), "name": "net"}
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for epoch in range(5):
+    net.eval()
+    calls, losses = net.calls, torch.zeros(400)
+    with torch.no_grad():
+        for i in range(400):
+            out = net(torch.zeros(8 + i % 2, 2048, device="cuda"))
+            assert out["scores"].shape == (8 + i % 2, 3) and out["name"] == "net"
+            losses[i] = out["loss"].item()
+    assert net.calls - calls < 40, net.calls
+    net.train()
+    for _ in range(9):
+        optimizer.zero_grad()
+        net(torch.zeros(32, 2048, device="cuda"))["loss"].backward()
+        optimizer.step()
+""",
+    )
+
+    assert (step.settings.training, step.batch) == (True, 32)
+    assert step.memory.peak_bytes < 3 * sum(p * 4 for p in (2048 * 2048, 2048, 2048 * 3, 3))
+
+
 def test_a_training_script_that_only_evaluates_infers(tmp_path: Path) -> None:
     step = _run(
         tmp_path,

@@ -61,6 +61,16 @@ def test_a_batch_that_takes_long_is_given_again(monkeypatch: pytest.MonkeyPatch)
     assert loader.batch_s > 0.03
 
 
+def test_workers_that_persist_give_each_epoch_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefit.capture.program.loaders._PATIENCE_S", 0.01)
+    with Loaders().watching() as loaders:
+        loader = DataLoader(_Slow(), batch_size=16, num_workers=1, persistent_workers=True)
+        assert [len([*loader]) for _ in range(2)] == [4, 4]
+        for _ in loader:
+            loaders.end_epoch()
+        assert len([*loader]) == 4
+
+
 def test_timing_leaves_random_numbers_alone() -> None:
     with Loaders().watching() as loaders:
         for _ in DataLoader(_Slow(), batch_size=32, shuffle=True):

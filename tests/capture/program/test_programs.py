@@ -702,6 +702,215 @@ for _ in range(5):
     assert step.program.step == "a batch of 96, Adam"
 
 
+def test_what_a_method_calls_is_advised_to_be_compiled_there(tmp_path: Path) -> None:
+    """torch.compile(agent) compiles calls of the agent, which an agent's methods are none of."""
+    text = """
+import torch
+from torch import nn
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU(), nn.Tanh())
+        self.head = nn.Linear(64, 4)
+    def value(self, x):
+        return self.head(self.body(x).tanh().sin())
+    def forward(self, x):
+        return self.value(x)
+agent = Agent().cuda()
+optimizer = torch.optim.Adam(agent.parameters())
+for _ in range(5):
+    optimizer.zero_grad()
+    CALL(torch.randn(4096, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
+    (gpu,) = resolve("h100-sxm")
+    advised = []
+    for call in ("agent.value", "agent"):
+        report = Assessment(_run(tmp_path, text.replace("CALL", call)), gpu).report
+        advised += [each.fix for each in report.findings if each.code == "NTC001"]
+    assert "model.value = torch.compile(model.value)" in advised[0]
+    assert advised[1] == "Compile the model: model = torch.compile(model)."
+
+
+def test_an_ensemble_has_the_parameters_that_are_stacked(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import copy
+import torch
+from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
+nets = [nn.Linear(64, 8).cuda() for _ in range(5)]
+parameters, buffers = stack_module_state(nets)
+base = copy.deepcopy(nets[0]).to("meta")
+assert base.weight.is_meta
+optimizer = torch.optim.Adam(parameters.values())
+for _ in range(5):
+    x = torch.randn(32, 64, device="cuda")
+    one = lambda p, b, x: functional_call(base, (p, b), (x,))
+    optimizer.zero_grad()
+    vmap(one, (0, 0, None))(parameters, buffers, x).square().mean().backward()
+    optimizer.step()
+""",
+    )
+    assert step.parameter_count == 5 * (64 * 8 + 8)
+    assert step.memory.parameter_bytes == 4 * step.parameter_count
+    assert step.batch == 32
+
+
+def test_copies_that_an_optimizer_trains_are_no_further_parameters(tmp_path: Path) -> None:
+    """Of mixed precision by hand: what is computed with is the model's, in half precision."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(64, 8).cuda().half()
+masters = [torch.nn.Parameter(each.detach().float()) for each in net.parameters()]
+optimizer = torch.optim.Adam(masters)
+for _ in range(5):
+    net(torch.randn(32, 64, device="cuda").half()).float().square().mean().backward()
+    for master, each in zip(masters, net.parameters()):
+        master.grad, each.grad = each.grad.float(), None
+    optimizer.step()
+    with torch.no_grad():
+        for master, each in zip(masters, net.parameters()):
+            each.copy_(master)
+""",
+    )
+    assert step.parameter_count == 64 * 8 + 8
+    assert step.memory.parameter_bytes == 2 * step.parameter_count
+
+
+def test_values_that_a_compiled_model_reads_are_noted(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+    def forward(self, x):
+        x = self.up(x)
+        return torch.where(x > 0, x, -x).sin().cos() if x.sum() > -1e9 else x
+net = COMPILED
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(5):
+    loss = net(torch.randn(32, 64, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+    compiled = _run(tmp_path, text.replace("COMPILED", "torch.compile(Net().cuda())"))
+    assert [note for note in compiled.notes if "reads 1 tensor value" in note]
+    assert compiled.settings.split
+    eager = _run(tmp_path, text.replace("COMPILED", "Net().cuda()"))
+    assert not eager.notes
+    assert not eager.settings.split
+
+
+def test_a_solver_that_tries_until_its_error_is_small_gets_on(tmp_path: Path) -> None:
+    """And once it is known that it does, a step is not made of what it tried before."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(2048, 2048).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def solved(x):
+    t, size = 0.0, 0.5
+    while t < 1:
+        further = x + size * net(x)
+        error = (further - x).abs().max()
+        if error <= 1:
+            x, t = further, t + 0.5
+        size = 0.5
+    return x
+
+for _ in range(4):
+    optimizer.zero_grad()
+    solved(torch.randn(8, 2048, device="cuda")).sum().backward()
+    optimizer.step()
+""",
+    )
+    products = [entry for entry in step.ops if entry.op.multiplies and entry.phase == "forward"]
+    assert len(products) == 2
+
+
+def test_a_loss_of_ones_own_with_buffers_is_no_model(tmp_path: Path) -> None:
+    """As of DETR and DINO, whose losses are modules with weights of classes, or a center."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 8))
+    def forward(self, scores, aims):
+        return (scores - aims - self.center).square().mean()
+net, loss = nn.Linear(16, 8).cuda(), Loss().cuda()
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(5):
+    out = net(torch.randn(32, 4, 16, device="cuda"))
+    optimizer.zero_grad()
+    loss(out.flatten(0, 1), torch.zeros(128, 8, device="cuda")).backward()
+    optimizer.step()
+""",
+    )
+    assert step.inputs == ("input: float32[32,4,16]",)
+    assert step.batch == 32
+
+
+def test_tables_that_look_up_numbers_of_their_own_are_no_samples(tmp_path: Path) -> None:
+    """As of a DLRM, whose sparse features are a list of as many numbers as each table is asked for."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(1000, 16, mode="sum") for _ in range(4))
+        self.out = nn.Linear(4 * 16 + 8, 1)
+    def forward(self, dense, offsets, numbers):
+        looked = [table(n, o) for table, n, o in zip(self.tables, numbers, offsets)]
+        return self.out(torch.cat((*looked, dense), 1))
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(5):
+    numbers = [torch.randint(1000, (512 + 7 * i,)).cuda() for i in range(4)]
+    offsets = torch.arange(256).repeat(4, 1).cuda()
+    net(torch.randn(256, 8, device="cuda"), offsets, numbers).mean().backward()
+    optimizer.step()
+""",
+    )
+    assert step.batch == 256
+    alone = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+    def forward(self, samples, kind):
+        return self.out(pad_sequence(samples, batch_first=True))
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(5):
+    samples = [torch.zeros(n, 8).cuda() for n in (5, 9, 7)]
+    net(samples, torch.zeros(1, device="cuda")).mean().backward()
+    optimizer.step()
+""",
+    )
+    assert alone.batch == 3
+
+
 def test_models_that_no_optimizer_steps_are_known_by_their_calls(tmp_path: Path) -> None:
     distilling = """
 import torch

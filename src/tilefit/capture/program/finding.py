@@ -35,9 +35,9 @@ class StepFinder:
     from the same lines: of several models that of which this is seen first, and then one whose calls it makes
     some of between, so that each runs in the step.
 
-    Before a program captures a CUDA graph it takes a few steps without one, on a stream of their own. They
-    are the step only where nothing follows them: the graph's replays, if the optimizer steps in it, or the
-    steps around them.
+    Before a program captures a CUDA graph it takes a few steps without one, mostly on a stream of their own.
+    They are the step only where nothing follows them: the graph's replays, if the optimizer steps in it, or
+    the steps around them.
 
     Args:
         skip: Steps before it begins.
@@ -51,6 +51,7 @@ class StepFinder:
 
     Attributes:
         is_aside: Whether the program is on another stream than the first.
+        may_capture: Whether the program says somewhere that it captures a CUDA graph.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class StepFinder:
         self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
         self._stack = lines
         self.is_aside: Callable[[], bool] = lambda: False
+        self.may_capture: Callable[[], bool] = lambda: False
         #: The CUDA graph that is being captured, how often one was replayed in which an optimizer steps, and
         #: with which replay the step begins.
         self._graph: Captured | None = None
+        self._has_captured = False
         self._replays = self._replayed_from = 0
         self._on_first: Callable[[], None] | None = on_first
         #: How often which model was called from which lines, and what was called when the step began last.
@@ -103,7 +106,10 @@ class StepFinder:
     @property
     def is_settled(self) -> bool:
         """Whether the step that has ended is the program's, whatever follows."""
-        return not (self.infers or (self.is_aside() and not self._replays))
+        if self.infers:
+            return False
+        warms_up = self.is_aside() or (not self._has_captured and self.may_capture())
+        return bool(self._replays) or not warms_up
 
     @property
     def infers(self) -> bool:
@@ -211,7 +217,7 @@ class StepFinder:
 
     def capturing(self, graph: Captured) -> None:
         """A CUDA graph is captured from now on: the step begins anew behind it."""
-        self._graph = graph
+        self._graph, self._has_captured = graph, True
         if self._anchor is not None:
             self._begun_at = self._counts[self._anchor] + 1
 

@@ -58,7 +58,8 @@ class Loaders:
     @contextmanager
     def watching(self) -> Iterator[Loaders]:
         """Within the block loaders are noticed."""
-        init, make, draw = DataLoader.__init__, _BaseDataLoaderIter.__init__, _BaseDataLoaderIter.__next__
+        init, iterate = DataLoader.__init__, DataLoader.__iter__
+        make, draw = _BaseDataLoaderIter.__init__, _BaseDataLoaderIter.__next__
 
         @wraps(init)  # others read which arguments there are
         def made(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
@@ -66,9 +67,14 @@ class Loaders:
             init(loader, *args, **kwargs)
 
         def iterated(iterator: Any, loader: DataLoader[Any]) -> None:
-            iterator._tilefit_loader, iterator._tilefit_given, iterator._tilefit_ends = loader, 0, False
+            iterator._tilefit_loader = loader
             self._drawn[loader] = weakref.ref(iterator)
             make(iterator, loader)
+
+        def begun(loader: DataLoader[Any]) -> Any:
+            iterator: Any = iterate(loader)  # that of the last epoch where workers persist
+            iterator._tilefit_given, iterator._tilefit_ends = 0, False
+            return iterator
 
         def drawn(iterator: Any) -> Any:
             loader = iterator._tilefit_loader
@@ -77,7 +83,8 @@ class Loaders:
             self._fed[id(loader)] = loader, self._fed.get(id(loader), (loader, 0))[1] + 1
             iterator._tilefit_given += 1
             if slow := self._slow.get(loader):
-                if iterator._tilefit_given > len(loader):
+                endless = not isinstance(loader._index_sampler, Sized)
+                if not endless and iterator._tilefit_given > len(loader):
                     raise StopIteration
                 return self._again(iterator, slow.batch)
             before, start = self._made_up(), time.perf_counter()
@@ -97,6 +104,7 @@ class Loaders:
 
         with (
             patch.object(DataLoader, "__init__", made),
+            patch.object(DataLoader, "__iter__", begun),
             patch.object(_BaseDataLoaderIter, "__init__", iterated),
             patch.object(_BaseDataLoaderIter, "__next__", drawn),
         ):
@@ -109,8 +117,10 @@ class Loaders:
             return pin(copy.deepcopy(batch))
 
     def end_epoch(self) -> bool:
-        """What is being drawn from now gives no further batch; whether there is such."""
-        running = [each for loader, _ in self._fed.values() if (each := self._drawn[loader]()) is not None]
+        """What is being drawn from now gives no further batch; whether there is such. Streams go on: who
+        reads one that never ends is not prepared for its end."""
+        fed = [loader for loader, _ in self._fed.values() if isinstance(loader.sampler, Sized)]
+        running = [each for loader in fed if (each := self._drawn[loader]()) is not None]
         running = [each for each in running if not each._tilefit_ends]
         for iterator in running:
             iterator._tilefit_ends = True

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.amp import autocast_mode
 
 from tilefit.capture.autocast import AutocastState
@@ -24,6 +25,7 @@ from tilefit.emulation.mail import Mail
 from tilefit.emulation.rules import RULES
 from tilefit.emulation.torch_cuda import install, threads_see
 from tilefit.gpus import Gpu
+from tilefit.ops import FORWARD
 from tilefit.ops.timeline import OPTIMIZER_STATE
 
 
@@ -136,6 +138,19 @@ class ProgramModes(Modes):
         gradients = sum(own_part(p.grad).nbytes for p in parameters if p.grad is not None)
         held = self._held_bytes + self.count_optimizer_state() + gradients
         self.saved_bytes = max(self.saved_bytes, self.recorder.live_bytes - held)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that the step computes with: not the ``meta`` ones of a model that is called with others in
+        their place, but those that optimizers train and no model holds, such as an ensemble's, stacked."""
+        of_models = [*super()._parameters()]
+        yield from ((name, each) for name, each in of_models if own_part(each).device.type != "meta")
+        held = {id(each) for _, each in of_models}
+        forward = (entry for entry in self.recorder.ops if entry.phase == FORWARD)
+        read = {ref.id for entry in forward if entry.op.category != "copy" for ref in entry.inputs}
+        groups = (group for optimizer in self.steps.known for group in optimizer.param_groups)
+        for number, each in enumerate(each for group in groups for each in group["params"]):
+            if id(each) not in held and self.recorder.number_of(each) in read:
+                yield f"optimizer.{number}", each
 
     def count_optimizer_state(self) -> int:
         """Bytes of the state of all optimizers that have stepped; they are noted."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
+import re
 import runpy
 import sys
 import time
@@ -18,7 +20,7 @@ from typing import NoReturn
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tilefit.capture.overlay import overlaid
+from tilefit.capture.overlay import is_installed, overlaid
 from tilefit.capture.program.contained import Surroundings, contained
 from tilefit.capture.program.distributed import one_rank
 from tilefit.capture.program.finding import StepFinder
@@ -48,6 +50,7 @@ _CUT = "Loops over loaders that trained nothing were ended after some seconds, t
 _PATIENCE_S = 5.0
 #: Seconds more where its step may turn out to be larger. A choice.
 _WIDENING_S = 15.0
+_MAKES_GRAPHS = re.compile(r"\b(CUDAGraph|cuda\.graph|make_graphed_callables)\(")
 
 
 def capture_program(
@@ -220,6 +223,7 @@ class _Capture:
             self._went_on,
         )
         self.finder.is_aside = lambda: modes.meetings.is_aside
+        self.finder.may_capture = _names_graphs
         modes.meetings.on_capture, modes.meetings.on_captured = self.finder.capturing, self.finder.captured
         #: Of what trains nothing, the first call of its model.
         self._first: Step | TilefitError | None = None
@@ -312,6 +316,13 @@ class _Capture:
             step = replace(step, prompt=first)
         step = replace(step, program=program)
         return replace(step, notes=(*step.notes, _CUT)) if self._cut else step
+
+
+def _names_graphs() -> bool:
+    """Whether one of the program's own files makes CUDA graphs."""
+    files = {str(getattr(module, "__file__", "") or "") for module in [*sys.modules.values()]}
+    own = (each for each in files if each.endswith(".py") and not is_installed(each))
+    return any(_MAKES_GRAPHS.search("".join(linecache.getlines(each))) for each in own)
 
 
 def _noted(step: Step | TilefitError, *notes: str) -> Step | TilefitError:

@@ -278,13 +278,14 @@ def redirected(
         return asked
 
     opened = supplied(scratch.open, "open")
+    looks = ("lstat", "access", "readlink", *(["statvfs"] * hasattr(os, "statvfs")))  # Windows has none
     functions: list[tuple[Any, str, Any]] = [
         (builtins, "open", opened),
         (io, "open", opened),
         (shutil, "rmtree", scratch.rmtree),
         (os, "open", scratch.os_open),
         (os, "stat", supplied(placed(os.stat), "stat")),
-        *((os, name, placed(getattr(os, name))) for name in ("lstat", "access", "readlink")),
+        *((os, name, placed(getattr(os, name))) for name in looks),
         *((os, name, placed(getattr(os, name), writes=True)) for name in ("chmod", "utime", "truncate")),
         *((os, name, scratch.removing(getattr(os, name))) for name in ("remove", "unlink", "rmdir")),
         *((os, name, scratch.rename) for name in ("rename", "replace")),

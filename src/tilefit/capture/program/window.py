@@ -25,12 +25,13 @@ from tilefit.capture.program.habits import Habits
 from tilefit.capture.program.invariants import check_step
 from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
+from tilefit.capture.program.repeats import Repeats
 from tilefit.capture.program.words import described
 from tilefit.capture.trees import tensors, untransformed
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import refuse_script
-from tilefit.ops import Step
-from tilefit.ops.program import Program
+from tilefit.ops import Habit, Site, Step
+from tilefit.ops.program import WAIT, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class _Call:
         chunk: The micro-batch of a pipeline's stage.
         version: Of the model's parameters.
         place: Where it is written in the program (:meth:`~tilefit.capture.sites.SiteTracker.source_call`).
+        learns: The model has parameters that may be trained: a loss may have buffers alone.
+        method: Of a module that it is a part of, which calls it instead of being called itself.
         inputs: By name.
     """
 
@@ -51,6 +54,8 @@ class _Call:
     chunk: int | None
     version: int
     place: str
+    learns: bool
+    method: str
     inputs: Any
 
 
@@ -70,8 +75,8 @@ class Window:
         self._models: dict[int, tuple[nn.Module, str]] = {}
         #: The micro-batch that a stage of a pipeline goes forward with.
         self._chunk: int | None = None
-        #: Whether a gradient reached what that call returned.
-        self._is_trained = False
+        #: Whether a gradient reached what that call, of a model that learns, returned; what any call did.
+        self._is_trained = self._reached = False
         #: Of the forward passes that a backward pass followed, how many there were of each model with its
         #: parameters as they were at the first: passes on weights that have changed are over the same samples
         #: again, as of SAM or of a line search. Those that one backward pass follows are one, as of two views
@@ -90,6 +95,7 @@ class Window:
         """Within the block, which is to be around the whole run, habits of the program and its calls of
         models are noticed; ``told`` gets each model, or CUDA graph, that is about to run."""
         window, call, modes, sites = self, nn.Module.__call__, self._modes, self._modes.sites
+        repeats = Repeats(modes.meetings.took)
 
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """PyTorch's profiler, recording stacks, takes what is named ``self`` here for the module."""
@@ -99,13 +105,15 @@ class Window:
                 refuse_script()
             told(self)
             if modes.recorder.muted:
-                return call(self, *args, **kwargs)
+                return repeats.result(call, self, sites.source_stack(), args, kwargs)
             trains, graph = self.training and torch.is_grad_enabled(), modes.meetings.capturing
             if graph is None:
                 window._called[type(_unwrapped(self)).__name__] += 1
             inputs = None if window._is_trained and graph is None else _named(self, args, kwargs)
             number, place = next(window._numbers), sites.source_call()
-            made = _Call(number, id(self), window._chunk, version(self), place, inputs)
+            learns = trains and any(each.requires_grad for each in self.parameters())
+            by = _method_calling(self)
+            made = _Call(number, id(self), window._chunk, version(self), place, learns, by, inputs)
             out = call(self, *args, **kwargs)
             if trains:
                 _when_trained(out, partial(window._trained, made))
@@ -150,7 +158,7 @@ class Window:
         gc.collect()  # what only reference cycles hold is freed sooner or later, and is no part of a step
         self._modes.start()
         self._first = self._call = None
-        self._is_trained = False
+        self._is_trained = self._reached = False
         self._passes.clear()
         self._placed.clear()
         self._called.clear()
@@ -176,8 +184,9 @@ class Window:
             self._placed.add(call.number)
             place = self._habits.backwards, call.chunk
             self._passes.setdefault(call.module, {}).setdefault(place, call.version)
-        if not self._is_trained:
-            self._call, self._is_trained = call, True
+        if not self._is_trained and (call.learns or not self._reached):
+            self._call, self._is_trained = call, call.learns
+        self._reached = True
 
     def step(self, name: str, command: str, stepped: list[torch.optim.Optimizer], steps: int) -> Step:
         """The step, which ends here.
@@ -202,6 +211,8 @@ class Window:
         modes.count_optimizer_state()
         modes.recorder.mark_replayed_backward()
         compiled = modes.compiling.share >= 0.5
+        reads = sum(event.kind == WAIT and event.within for event in modes.meetings.events)
+        modes.note_graph_breaks(reads if compiled else 0)
         settings = modes.settings(compiled=compiled, cuda_graph=compiled and modes.compiling.graphed)
         if settings.training:
             modes.recorder.let_inputs_grow(t for t in tensors(inputs) if isinstance(t, CudaTensor))
@@ -209,6 +220,9 @@ class Window:
             modes.recorder.let_grow(batch)
         step = modes.step(settings, name, inputs, modes.unseen_notes)
         habits = self._habits.found()  # names events, too
+        if call is not None and call.method:
+            line = call.place.rpartition(":")[0]
+            habits = (*habits, Habit("called_by_a_method", Site("", line), detail=call.method))
         updates = bool(stepped) or _updates(step)
         program = Program(
             command=command,
@@ -268,6 +282,19 @@ def _when_trained(out: Any, told: Callable[[], None]) -> None:
     for leaf in made:
         if leaf.requires_grad:
             leaf.register_hook(lambda gradient: told())
+
+
+def _method_calling(module: nn.Module) -> str:
+    """``Class.method`` of the module that a part of it is called in; a trainer's compiles what it calls."""
+    frame, found = sys._getframe(1).f_back, ""
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and owner is not module and any(p is module for p in owner.modules()):
+            is_trainers = hasattr(owner, "training_step")
+            found = "" if is_trainers else f"{type(owner).__name__}.{code.co_name}"
+        frame = frame.f_back
+    return found
 
 
 def _updates(step: Step) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import PAD, fuse
-from tilefit.ops import Conv, Gemm, Op, Step, StepOp, Streaming
+from tilefit.ops import Conv, Gemm, Habit, Op, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds, share, size
@@ -109,7 +110,7 @@ class Unfused(Rule):
             place=Place(),
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
             f"the GPU time, outside the Tensor Cores; compiled, {left}",
-            fix="Compile the model: model = torch.compile(model).",
+            fix=_advice(habits),
             safety=SAFE,
             change=Change(step=fused, rewrite=fuse),
             arithmetic=(
@@ -117,6 +118,18 @@ class Unfused(Rule):
                 f"most GPU time is saved in {', '.join(worst)}" if worst else "launches are what is saved",
             ),
         )
+
+
+def _advice(habits: Iterable[Habit]) -> str:
+    """What to write: past a compiled model its methods call its parts as they are."""
+    name = next((each.detail for each in habits if each.name == "called_by_a_method"), "")
+    if not name:
+        return "Compile the model: model = torch.compile(model)."
+    method = name.rpartition(".")[2]
+    return (
+        f"Compile the method that calls its layers: model.{method} = torch.compile(model.{method}); "
+        "torch.compile(model) compiles calls of the model itself, of which there are none."
+    )
 
 
 def _class(step: Step, module: str) -> str:

@@ -79,7 +79,8 @@ class _Finder(MetaPathFinder, Loader):
         # Other libraries look themselves for what is installed, and do without.
         for_tensorboard = library in ("google", "tensorboard") and "torch.utils.tensorboard" in sys.modules
         asked = asked_by_user() or for_tensorboard
-        if not asked or is_prepared():
+        # What other systems alone have is part of Python, too, and its library does without.
+        if not asked or is_prepared() or library in sys.stdlib_module_names:
             return False
         self._sources.note(f"the library {library}", *([] if known else [_INSTALL]))
         if known and self._sources.fake:
