@@ -58,9 +58,9 @@ class Recorded:
     times_s: dict[Op, float]
     now_s: float = 0.0
 
-    def __call__(self, candidate: Candidate) -> float:
-        self.now_s += 1.0
-        return self.times_s[candidate.op]
+    def __call__(self, few: Sequence[Candidate]) -> list[float | None]:
+        self.now_s += len(few)
+        return [self.times_s[each.op] for each in few]
 
     def clock(self) -> float:
         return self.now_s
@@ -88,6 +88,7 @@ def play(
             drawn={kind: drawn()},
             shares={kind: 1.0},
             start=start,
+            together=1,
             clock=bench.clock,
         ),
     )

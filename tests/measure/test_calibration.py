@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import inf
@@ -35,12 +35,11 @@ class Bench:
         self.ops: list[Op] = []
         self.refuse = refuse
 
-    def __call__(self, candidate: Candidate) -> float:
-        self.now_s += 1.0
-        if self.refuse(candidate.op):
-            raise TilefitError("out of memory")
-        self.ops.append(candidate.op)
-        return self.time_s(candidate.op)
+    def __call__(self, few: Sequence[Candidate]) -> list[float | None]:
+        self.now_s += len(few)
+        ran = [each.op for each in few if not self.refuse(each.op)]
+        self.ops += ran
+        return [self.time_s(each.op) if each.op in ran else None for each in few]
 
     def time_s(self, op: Op) -> float:
         slow = 1.6 if isinstance(op, Gemm) and op.layout == "NT" else 1.0
@@ -52,7 +51,7 @@ class Bench:
 
 def run(bench: Bench, budget_s: float, **how: object) -> Calibration:
     chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
-    design = Design(budget_s=budget_s, shares=chosen, clock=bench.clock)
+    design = Design(budget_s=budget_s, shares=chosen, clock=bench.clock, together=10)
     return calibrate(GPU, bench, design, **how)  # type: ignore[arg-type]
 
 
@@ -152,7 +151,7 @@ def test_made_on_top_of_what_ships_it_corrects_that(tmp_path: Path, monkeypatch:
             return slow * estimate(op, before).time_s
 
     bench = Off()
-    design = Design(budget_s=400, shares={"gemm": 1.0}, clock=bench.clock)
+    design = Design(budget_s=400, shares={"gemm": 1.0}, clock=bench.clock, together=10)
     own = calibrate(gpu, bench, design, before=before)
     errors = own.about["networks"]["gemm"]["errors"]
     assert errors["calibrated"] < 0.05 < 0.1 < errors["shipped"] < errors["datasheet"]
@@ -199,7 +198,11 @@ def test_too_little_is_an_error() -> None:
 def test_candidates_that_run_out_end_it() -> None:
     few: Iterator[Candidate] = islice(candidates()["gemm"], 150)
     bench = Bench()
-    calibrate(GPU, bench, Design(budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock))
+    calibrate(
+        GPU,
+        bench,
+        Design(budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock, together=10),
+    )
     assert 100 < bench.now_s <= 150
 
 
@@ -214,12 +217,12 @@ def test_it_says_how_far_it_is() -> None:
 
 def test_only_what_the_gpu_supports_is_measured() -> None:
     v100, bench = gpus.get("v100-sxm2-16gb"), Bench()
-    calibrate(v100, bench, Design(budget_s=200, shares={"gemm": 1.0}, clock=bench.clock))
+    calibrate(v100, bench, Design(budget_s=200, shares={"gemm": 1.0}, clock=bench.clock, together=10))
     assert {op.dtype for op in bench.ops} == {"fp16", "fp32"}
 
 
 def test_half_of_a_round_is_what_networks_disagree_about() -> None:
-    session = calibration._Session(GPU, Bench(), GENERAL, lambda: 0.0, None, "cpu", None)
+    session = calibration._Session(GPU, Bench(), Design(start=GENERAL), lambda: 0.0, None, "cpu", None)
     drawn = candidates(seed=1)["gemm"]
     session.explore("gemm", islice(drawn, 200), inf)
     rows = session.rows["gemm"]
@@ -238,19 +241,19 @@ def test_half_of_a_round_is_what_networks_disagree_about() -> None:
 def test_interrupted_it_fits_to_what_has_been_measured() -> None:
     bench = Bench()
 
-    def interrupted(candidate: Candidate) -> float:
-        if isinstance(candidate.op, Streaming):
+    def interrupted(few: Sequence[Candidate]) -> list[float | None]:
+        if isinstance(few[0].op, Streaming):
             raise KeyboardInterrupt
-        return bench(candidate)
+        return bench(few)
 
     chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
-    own = calibrate(GPU, interrupted, Design(budget_s=400, shares=chosen, clock=bench.clock))
+    own = calibrate(GPU, interrupted, Design(budget_s=400, shares=chosen, clock=bench.clock, together=10))
     assert list(own.networks) == ["gemm"]
     assert own.about["networks"]["gemm"]["errors"]["calibrated"] < 0.15
 
 
 def test_interrupted_with_next_to_nothing_measured_it_ends() -> None:
-    def interrupted(candidate: Candidate) -> float:
+    def interrupted(few: Sequence[Candidate]) -> list[float | None]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from tilefit.gpus import Gpu
     from tilefit.measure.calibration import Progress
 
-#: Replays of each measured operation: their median is within 1 % of that of many.
-_REPLAYS = 3
 #: Seconds between two lines about progress.
 _EVERY_S = 15.0
 #: Seconds between two looks at the host, each of which takes about 0.05: its speed changes within seconds.
@@ -87,7 +86,8 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     from tilefit.measure.calibration import calibrate as run
     from tilefit.measure.launch import Host
     from tilefit.measure.quick import quick as run_quick
-    from tilefit.measure.run import pool_for, time_call
+    from tilefit.measure.run import pool_for
+    from tilefit.measure.sessions import CudaSession, kernel_times
 
     local = local_gpu()
     (gpu,) = resolve(local.environment.gpu)
@@ -95,8 +95,8 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     aside = keep(path)
     pool = pool_for(local.place)
 
-    def measure(candidate: Candidate) -> float:
-        return time_call(candidate.op, lambda: candidate.build(pool), local.device, replays=_REPLAYS).median_s
+    def measure(few: Sequence[Candidate]) -> list[float | None]:
+        return kernel_times([partial(each.build, pool) for each in few], CudaSession())
 
     environment, host = local.environment, Host(local.place)
     about: dict[str, Any] = {

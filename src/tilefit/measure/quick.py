@@ -18,11 +18,13 @@ from tilefit.cost.priced import PricedGpu, corrected
 from tilefit.cost.streaming import traffic
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
-from tilefit.measure.calibration import Candidate, Progress, candidates, origin
+from tilefit.measure.calibration import Candidate, Measure, Progress, candidates, origin
 from tilefit.ops import Op
 
 #: Measured at least, so that half of them can tell the two factors; and at most.
-_LEAST, _MOST = 24, 160
+_LEAST, _MOST = 24, 320
+#: Measured at once.
+_TOGETHER = 16
 _LONGEST_S = 5e-3
 #: Factors that are tried around the best so far, in ever finer steps.
 _STEPS = (1.25, 1.08, 1.025)
@@ -33,7 +35,7 @@ _MEASURING = 0.8
 
 def quick(
     gpu: Gpu,
-    measure: Callable[[Candidate], float],
+    measure: Measure,
     *,
     budget_s: float = 50.0,
     versions: Mapping[str, str] | None = None,
@@ -55,17 +57,17 @@ def quick(
     rows: list[tuple[Op, float]] = []
     sources = [*(drawn or candidates(seed=1)).values()]
     while sources and len(rows) < _MOST and (used := clock() - began_s) < _MEASURING * budget_s:
-        source = sources.pop(0)
-        if (each := next(source, None)) is None:
-            continue
-        sources.append(source)
-        if _is_feasible(each.op, base):
-            try:
-                rows.append((each.op, measure(each)))
-            except TilefitError:
-                continue  # too large for this card, or not supported by it
-            if on_progress:
-                on_progress(Progress(each.op.kind, len(rows), used / budget_s))
+        few: list[Candidate] = []
+        while sources and len(few) < _TOGETHER:
+            source = sources.pop(0)
+            if (each := next(source, None)) is not None:
+                sources.append(source)
+                few += [each] if _is_feasible(each.op, base) else []
+        for each, time_s in zip(few, measure(few), strict=True):
+            if time_s is not None:  # not too large for this card, and supported by it
+                rows.append((each.op, time_s))
+                if on_progress:
+                    on_progress(Progress(each.op.kind, len(rows), used / budget_s))
     if len(rows) < _LEAST:
         raise TilefitError(
             f"only {len(rows)} operations could be measured in {budget_s:.0f} s",
