@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from math import inf
+from math import exp, inf
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -168,6 +169,22 @@ def test_made_on_top_of_what_ships_it_corrects_that(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tilefit.cost.priced._checksum", lambda calibration: "of another version")
     with pytest.raises(TilefitError, match="another version"):
         priced(gpu, path)
+
+
+def test_of_what_nobody_can_learn_little_is_kept() -> None:
+    """What ships is not made worse by networks that learnt noise."""
+    gpu = gpus.get("h100-sxm")
+    before = as_shipped(gpu)
+
+    class Noisy(Bench):
+        def time_s(self, op: Op) -> float:
+            return exp(Random(repr(op)).gauss(0, 0.3)) * estimate(op, before).time_s
+
+    bench = Noisy()
+    design = Design(budget_s=400, shares={"gemm": 1.0}, clock=bench.clock, together=10)
+    facts = calibrate(gpu, bench, design, before=before).about["networks"]["gemm"]
+    assert facts["kept"] <= 0.5
+    assert facts["errors"]["calibrated"] <= 1.03 * facts["errors"]["shipped"]
 
 
 def test_nothing_beyond_what_was_measured_is_made_up(result: tuple[Calibration, Bench]) -> None:
