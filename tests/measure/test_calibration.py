@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from math import exp, inf
+from math import exp
 from pathlib import Path
 from random import Random
 
@@ -52,7 +52,7 @@ class Bench:
 
 def run(bench: Bench, budget_s: float, **how: object) -> Calibration:
     chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
-    design = Design(budget_s=budget_s, shares=chosen, clock=bench.clock, together=10)
+    design = Design(budget_s=budget_s, shares=chosen, clock=bench.clock)
     return calibrate(GPU, bench, design, **how)  # type: ignore[arg-type]
 
 
@@ -77,7 +77,7 @@ def fresh(kind: str, own: Calibration, number: int = 150) -> list[Op]:
 def test_it_predicts_products_it_never_saw(result: tuple[Calibration, Bench]) -> None:
     own, bench = result
     errors = own.about["networks"]["gemm"]["errors"]
-    assert errors["datasheet"] > 0.2
+    assert errors["datasheet"] > 0.15
     assert errors["calibrated"] < 0.1
     assert mean_error(own, fresh("gemm", own), bench) < 0.1
 
@@ -103,7 +103,8 @@ def test_the_interval_holds_most_of_what_it_never_saw(result: tuple[Calibration,
 def test_the_first_stage_has_constants_of_this_gpu(result: tuple[Calibration, Bench]) -> None:
     constants = result[0].constants
     assert constants is not None
-    assert constants.kernel_clocks == pytest.approx(HIDDEN.kernel_clocks, rel=0.25)
+    assert constants.math_efficiency == pytest.approx(HIDDEN.math_efficiency, rel=0.1)
+    assert constants.memory_efficiency == pytest.approx(HIDDEN.memory_efficiency, rel=0.1)
     assert constants.provenance == "estimated"
 
 
@@ -152,7 +153,7 @@ def test_made_on_top_of_what_ships_it_corrects_that(tmp_path: Path, monkeypatch:
             return slow * estimate(op, before).time_s
 
     bench = Off()
-    design = Design(budget_s=400, shares={"gemm": 1.0}, clock=bench.clock, together=10)
+    design = Design(budget_s=400, shares={"gemm": 1.0}, clock=bench.clock)
     own = calibrate(gpu, bench, design, before=before)
     errors = own.about["networks"]["gemm"]["errors"]
     assert errors["calibrated"] < 0.05 < 0.1 < errors["shipped"] < errors["datasheet"]
@@ -181,7 +182,7 @@ def test_of_what_nobody_can_learn_little_is_kept() -> None:
             return exp(Random(repr(op)).gauss(0, 0.3)) * estimate(op, before).time_s
 
     bench = Noisy()
-    design = Design(budget_s=400, shares={"gemm": 1.0}, clock=bench.clock, together=10)
+    design = Design(budget_s=400, shares={"gemm": 1.0}, clock=bench.clock)
     facts = calibrate(gpu, bench, design, before=before).about["networks"]["gemm"]
     assert facts["kept"] <= 0.5
     assert facts["errors"]["calibrated"] <= 1.03 * facts["errors"]["shipped"]
@@ -218,7 +219,7 @@ def test_candidates_that_run_out_end_it() -> None:
     calibrate(
         GPU,
         bench,
-        Design(budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock, together=10),
+        Design(budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock),
     )
     assert 100 < bench.now_s <= 150
 
@@ -229,30 +230,30 @@ def test_it_says_how_far_it_is() -> None:
     counted = [each.measured for each in told if each.kind == "gemm"]
     assert counted == list(range(1, 1 + len(counted)))
     assert told[0].share < 0.05
-    assert 0.8 < told[-1].share < 0.9
+    assert 0.75 < told[-1].share < 0.9
 
 
 def test_only_what_the_gpu_supports_is_measured() -> None:
     v100, bench = gpus.get("v100-sxm2-16gb"), Bench()
-    calibrate(v100, bench, Design(budget_s=200, shares={"gemm": 1.0}, clock=bench.clock, together=10))
+    calibrate(v100, bench, Design(budget_s=200, shares={"gemm": 1.0}, clock=bench.clock))
     assert {op.dtype for op in bench.ops} == {"fp16", "fp32"}
 
 
-def test_half_of_a_round_is_what_networks_disagree_about() -> None:
-    session = calibration._Session(GPU, Bench(), Design(start=GENERAL), lambda: 0.0, None, "cpu", None)
-    drawn = candidates(seed=1)["gemm"]
-    session.explore("gemm", islice(drawn, 200), inf)
-    rows = session.rows["gemm"]
-    pool = list(islice(drawn, 120))
-    network = rows.train(5, "cpu")
-    chosen = rows.most_disputed(pool, 10, network)
+def test_what_takes_long_is_measured_a_few_at_a_time() -> None:
+    """So that no kind takes the time of the others, nor of the fits."""
+    bench, sizes = Bench(), []
 
-    def dispute(some: list[Candidate]) -> list[float]:
-        _, inputs = rows.describe([each.op for each in some])
-        return [float(d) for d in network.members(inputs)[..., 0].std(axis=0)]
+    def slow_at_streams(few: Sequence[Candidate]) -> list[float | None]:
+        sizes.append((few[0].op.kind, len(few)))
+        if few[0].op.kind == "gemm":
+            bench.now_s -= 0.99 * len(few)
+        return bench(few)
 
-    rest = [each for each in pool if each not in chosen]
-    assert min(dispute(chosen)) >= max(dispute(rest))
+    chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
+    calibrate(GPU, slow_at_streams, Design(budget_s=200, shares=chosen, clock=bench.clock))
+    assert max(size for kind, size in sizes if kind == "gemm") >= 80
+    assert {size for kind, size in sizes if kind == "streaming"} == {1, 10}
+    assert bench.now_s <= 0.9 * 200
 
 
 def test_interrupted_it_fits_to_what_has_been_measured() -> None:
@@ -264,7 +265,7 @@ def test_interrupted_it_fits_to_what_has_been_measured() -> None:
         return bench(few)
 
     chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
-    own = calibrate(GPU, interrupted, Design(budget_s=400, shares=chosen, clock=bench.clock, together=10))
+    own = calibrate(GPU, interrupted, Design(budget_s=400, shares=chosen, clock=bench.clock))
     assert list(own.networks) == ["gemm"]
     assert own.about["networks"]["gemm"]["errors"]["calibrated"] < 0.15
 

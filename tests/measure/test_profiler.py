@@ -51,7 +51,7 @@ def test_kernels_that_overlap_count_once_and_gaps_do_not() -> None:
 
 def test_the_median_of_calls_on_operands_of_their_own_and_nothing_of_what_cannot_run() -> None:
     """Each call takes longer than the one before; the first is not counted."""
-    took_ns = iter([5000, 10, 20, 40, 1, 2, 3, 4])
+    took_ns = iter([5000, 10, 20, 40, 30, 50, 1, 2, 3, 4, 5, 6])
     ticks = iter([])
     built: list[int] = []
 
@@ -72,10 +72,13 @@ def test_the_median_of_calls_on_operands_of_their_own_and_nothing_of_what_cannot
         return _fail
 
     session = Ticking(clock=lambda: next(ticks))
-    assert kernel_times([factory, too_large, factory], session) == pytest.approx([20e-9, None, 3e-9])
-    assert len(built) == 8
-    took_ns = iter([1, 2, 3, 4, 5])
-    assert kernel_times([unsupported, factory], Ticking(clock=lambda: next(ticks))) == [None, 4e-9]
+    assert kernel_times([factory, too_large, factory], session) == pytest.approx([30e-9, None, 4e-9])
+    assert len(built) == 12
+    took_ns = iter([1, 1, 2, 3, 4, 5, 6])
+    assert kernel_times([unsupported, factory], Ticking(clock=lambda: next(ticks))) == [
+        None,
+        pytest.approx(4e-9),
+    ]
 
 
 def test_what_runs_no_kernel_has_no_time() -> None:

@@ -87,7 +87,7 @@ def test_too_few_measurements_are_an_error() -> None:
 
 def test_the_error_is_of_operations_that_were_not_fitted_to() -> None:
     """Also where no candidate is left in the end."""
-    slower = cycle((1.0, 1.5))
+    slower = cycle((1.0, 1.0, 1.5, 1.5))
     bench = Bench(H100)
 
     def odd_at_every_other(few: Sequence[Candidate]) -> list[float | None]:

@@ -1,13 +1,13 @@
 """Fit the cost model to a GPU that nobody has measured, in a few minutes.
 
-An active design. Of the products first those that show the ceilings, and a random sample: the constants of
-the model's first stage are fitted to them. Then, of products, streaming operations, convolutions and
-attention in turn, more of what the networks fitted so far disagree about, mixed with random draws, for as
-long as there is time. At the end an ensemble of small networks is fitted to everything, as a correction of
-what ships for the GPU: a few minutes tell how it differs from one that was measured for hours, not what that
-took to learn. One family of shapes in six is never fitted to. On half of these it is decided how much of what
-the networks say is kept, which may be nothing: what ships stays where it is better. On the other half the
-errors are stated; the intervals are taken from both.
+Of products first those that show the ceilings; then, of products, streaming operations, convolutions and
+attention in turn, random ones for as long as there is time: measuring one takes no longer than choosing it
+would. The constants of the model's first stage are fitted to the first products. At the end an ensemble of
+small networks is fitted to everything, as a correction of what ships for the GPU: a few minutes tell how it
+differs from one that was measured for hours, not what that took to learn. One family of shapes in six is
+never fitted to. On half of these it is decided how much of what the networks say is kept, which may be
+nothing: what ships stays where it is better. On the other half the errors are stated; the intervals are taken
+from both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from math import log2
-from random import Random
 from typing import TypeAlias
 from zlib import crc32
 
@@ -50,7 +49,7 @@ from tilefit.version import __version__
 Call = Callable[[], object]
 
 #: What is measured, in this order, and its share of the time.
-SHARES = {"gemm": 0.45, "streaming": 0.13, "conv": 0.22, "attention": 0.2}
+SHARES = {"gemm": 0.3, "streaming": 0.15, "conv": 0.4, "attention": 0.15}
 #: Products that show a ceiling each: math, memory (weights, activations), the latency of a kernel.
 CEILINGS = (
     Gemm(8192, 8192, 8192),
@@ -59,21 +58,19 @@ CEILINGS = (
     Gemm(65536, 64, 1024),
     Gemm(64, 64, 64),
 )
-#: Operations that are measured at once.
-_TOGETHER = 100
+#: Operations that are measured at once, first and at most, and the share of the budget that this should take.
+#: Of products a hundred take 0.2 s, of attention, for which cuDNN compiles kernels, 50 s (an H100).
+_FIRST, _TOGETHER, _GROUP = 10, 300, 0.005
 #: Share of the budget for measuring; the rest is for the last fits.
-_MEASURING = 0.85
+_MEASURING = 0.8
 _LONGEST_S = 10e-3
-_SAMPLE = 300
-#: Operations of a round, of which half are the most disputed of so many drawn for each.
-_ROUND, _DRAWN = 4000, 6
 _HELD_OUT = 6
 #: How much of what the networks say is kept.
 _KEPT = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: Fitted at least, of a kind, and in each half of what is held out; and of an element type or role that the
 #: networks then speak for.
 _LEAST, _LEAST_HELD_OUT, _LEAST_OF_DOMAIN = 40, 4, 20
-_QUICK_EPOCHS, _EPOCHS = 15, 50
+_EPOCHS = 50
 #: Of the constants' fit: products and iterations.
 _FITTED_ROWS, _ITERATIONS = 300, 300
 
@@ -167,9 +164,8 @@ class _Rows:
     before: PricedGpu | None = None
     ops: list[Op] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
+    _first: list[Estimate] = field(default_factory=list)
     _inputs: list[NDArray[np.float32]] = field(default_factory=list)
-    _first_s: list[NDArray[np.float64]] = field(default_factory=list)
-    _described: int = 0
 
     @property
     def deciding(self) -> NDArray[np.bool_]:
@@ -182,30 +178,22 @@ class _Rows:
         decide = int(self.deciding.sum())
         return min(decide, len(self.ops) - decide) >= _LEAST_HELD_OUT
 
-    def describe(self, ops: Sequence[Op]) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-        return on_analytic(ops, self.gpu, self.first(ops))
+    def described(self) -> tuple[list[Estimate], NDArray[np.float32]]:
+        """What the networks correct, and what they see."""
+        if new := self.ops[len(self._first) :]:
+            if self.before is not None:
+                first = by_stages([traffic(op) for op in new], self.before, self.fitted)
+            else:
+                first = [analytic(op, self.gpu, self.fitted) for op in new]
+            self._first += first
+            self._inputs.append(on_analytic(new, self.gpu, first)[1])
+        return self._first, np.concatenate(self._inputs)
 
-    def first(self, ops: Sequence[Op]) -> list[Estimate]:
-        """What the networks correct."""
-        if self.before is not None:
-            return by_stages([traffic(op) for op in ops], self.before, self.fitted)
-        return [analytic(op, self.gpu, self.fitted) for op in ops]
-
-    def train(self, epochs: int, device: str) -> Network:
-        if new := self.ops[self._described :]:
-            first_s, inputs = self.describe(new)
-            self._first_s.append(first_s)
-            self._inputs.append(inputs)
-            self._described = len(self.ops)
-        ratio = np.log(self.times_s) - np.log(np.concatenate(self._first_s))
-        return train(np.concatenate(self._inputs), ratio.astype(np.float32), epochs=epochs, device=device)
-
-    def most_disputed(self, drawn: list[Candidate], number: int, network: Network) -> list[Candidate]:
-        if not drawn:
-            return []
-        _, inputs = self.describe([each.op for each in drawn])
-        dispute = network.members(inputs)[..., 0].std(axis=0)
-        return [drawn[i] for i in np.argsort(-dispute)[:number]]
+    @property
+    def ratios(self) -> NDArray[np.float32]:
+        """Logarithm of what each took over what the networks correct."""
+        first_s = [each.time_s for each in self.described()[0]]
+        return np.log(np.array(self.times_s) / first_s).astype(np.float32)
 
 
 class _Session:
@@ -224,7 +212,6 @@ class _Session:
         self.before = before
         self.gpu, self.measure, self.used, self.device = gpu, measure, used, device
         self.start = self.fitted = design.start or constants(gpu)
-        self.together = design.together
         self.on_progress = on_progress
         self.rows: dict[str, _Rows] = {}
         self.held_out: dict[str, _Rows] = {}
@@ -250,7 +237,7 @@ class _Session:
         supported = op.dtype not in ("bf16", "tf32", "fp8", "int8") or self.gpu.supports(op.dtype)
         return supported and analytic(op, self.gpu, self.start).time_s < _LONGEST_S
 
-    def fit_constants(self) -> None:
+    def fit_constants(self, least: int = _LEAST // 2) -> None:
         """Fit the first stage, once, to the products whose interval it states: aligned, of 16 bits."""
         rows = self.rows.get("gemm")
         if rows is None or self.fitted is not self.start:
@@ -260,34 +247,23 @@ class _Session:
             for op, time_s in zip(rows.ops, rows.times_s, strict=True)
             if isinstance(op, Gemm) and _plain(op, self.gpu)
         ]
-        if len(plain) >= _LEAST // 2:
+        if len(plain) >= least:
             self.fitted = fit(plain[:_FITTED_ROWS], self.start, iterations=_ITERATIONS)
             for part in (*self.rows.values(), *self.held_out.values()):
                 part.fitted = self.fitted
 
-    def explore(self, kind: str, drawn: Iterator[Candidate], until: float) -> None:
-        """Measure a kind until a share of the budget is used, or there are no more candidates."""
+    def explore(self, drawn: Iterator[Candidate], until: float) -> None:
+        """Measure until a share of the budget is used, or there are no more candidates."""
         feasible = filter(self.feasible, drawn)
-        batch = list(islice(feasible, _SAMPLE))
-        while batch:
-            for start in range(0, len(batch), self.together):
-                if self.used() >= until:
-                    return
-                self.take(batch[start : start + self.together])
-            batch = self.next_round(kind, feasible)
-
-    def next_round(self, kind: str, feasible: Iterator[Candidate]) -> list[Candidate]:
-        """Half random, half what the networks disagree about most."""
-        self.fit_constants()
-        rows = self.rows.get(kind)
-        if rows is None or len(rows.ops) < _LEAST:
-            return list(islice(feasible, _SAMPLE))
-        half = min(len(rows.ops), _ROUND) // 2
-        pool = [each for each in islice(feasible, half * _DRAWN) if not held_out(each.op)]
-        chosen = rows.most_disputed(pool, half, rows.train(_QUICK_EPOCHS, self.device))
-        chosen += islice(feasible, half)
-        Random(len(rows.ops)).shuffle(chosen)  # whenever the time is up, some of each
-        return chosen
+        together = _FIRST
+        while (began := self.used()) < until and (few := list(islice(feasible, together))):
+            self.take(few)
+            took = self.used() - began
+            together = max(1, min(_TOGETHER, int(len(few) * _GROUP / took))) if took else _TOGETHER
+            self.fit_constants(_FITTED_ROWS)
+            if self.fitted is not self.start:
+                for rows in (*self.rows.values(), *self.held_out.values()):
+                    rows.described()  # it takes about as long as measuring
 
 
 def _plain(op: Gemm, gpu: Gpu) -> bool:
@@ -303,7 +279,6 @@ class Design:
         drawn: What may be measured, by kind; by default :func:`candidates`.
         shares: Of the time, by kind, in the order in which they are measured, products first.
         start: Constants that the fit of the first stage starts from; by default those of the GPU's kind.
-        together: Operations that are measured at once, between two looks at the clock.
         clock: Seconds; for tests.
     """
 
@@ -311,7 +286,6 @@ class Design:
     drawn: Mapping[str, Iterator[Candidate]] | None = None
     shares: Mapping[str, float] = field(default_factory=lambda: SHARES)
     start: Constants | None = None
-    together: int = _TOGETHER
     clock: Callable[[], float] = time.monotonic
 
 
@@ -359,7 +333,7 @@ def calibrate(
     try:
         for kind, share in shares.items():
             until += _MEASURING * share / sum(shares.values())
-            session.explore(kind, sources[kind], until)
+            session.explore(sources[kind], until)
             session.fit_constants()
     except KeyboardInterrupt:
         if session.measured("gemm") < _LEAST:
@@ -402,10 +376,10 @@ def _fitted(session: _Session, rows: _Rows, aside: _Rows) -> tuple[Network, dict
     kind = rows.ops[0].kind
     counts = Counter(map(domain, rows.ops))
     network = replace(
-        rows.train(_EPOCHS, session.device),
+        train(rows.described()[1], rows.ratios, epochs=_EPOCHS, device=session.device),
         domains=frozenset(name for name, number in counts.items() if number >= _LEAST_OF_DOMAIN),
     )
-    first = aside.first(aside.ops)
+    first, inputs = aside.described()
     deciding = aside.deciding
 
     def corrected(network: Network) -> list[Estimate]:
@@ -419,9 +393,8 @@ def _fitted(session: _Session, rows: _Rows, aside: _Rows) -> tuple[Network, dict
     # Of equal ones the first, which keeps less.
     kept = min(_KEPT, key=lambda share: _error(aside, corrected(network.kept(share)), deciding))
     network = network.kept(kept)
-    first_s, inputs = on_analytic(aside.ops, session.gpu, first)
     outputs = network(inputs)
-    residual = (np.log(aside.times_s) - np.log(first_s) - outputs[:, 0]) / np.exp(outputs[:, 1])
+    residual = (aside.ratios - outputs[:, 0]) / np.exp(outputs[:, 1])
     # Widened by what a sample of this size may miss, as in conformal prediction.
     level = min(1.0, 0.9 * (1 + 1 / len(residual)))
     low, high = np.quantile(residual, (1 - level, level))

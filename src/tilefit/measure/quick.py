@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from itertools import islice
 from statistics import fmean
 
 from tilefit.cost.calibration import Calibration, Quick
@@ -22,7 +23,7 @@ from tilefit.measure.calibration import Candidate, Measure, Progress, candidates
 from tilefit.ops import Op
 
 #: Measured at least, so that half of them can tell the two factors; and at most.
-_LEAST, _MOST = 24, 320
+_LEAST, _MOST = 24, 240
 #: Measured at once.
 _TOGETHER = 16
 _LONGEST_S = 5e-3
@@ -43,7 +44,7 @@ def quick(
     clock: Callable[[], float] = time.monotonic,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Calibration:
-    """Measure operations of each kind in turn, and fit the two factors, within a time budget.
+    """Measure operations of one kind after the other, and fit the two factors, within a time budget.
 
     On a slow host the fit ends at what it has found by then, its steps being ever finer. Every other
     operation is fitted to; on the rest the errors are stated (``about["errors"]``: mean absolute relative
@@ -55,27 +56,25 @@ def quick(
     began_s = clock()
     base = _with(gpu, Quick(1.0, 1.0))
     rows: list[tuple[Op, float]] = []
-    sources = [*(drawn or candidates(seed=1)).values()]
-    while sources and len(rows) < _MOST and (used := clock() - began_s) < _MEASURING * budget_s:
-        few: list[Candidate] = []
-        while sources and len(few) < _TOGETHER:
-            source = sources.pop(0)
-            if (each := next(source, None)) is not None:
-                sources.append(source)
-                few += [each] if _is_feasible(each.op, base) else []
-        for each, time_s in zip(few, measure(few), strict=True):
-            if time_s is not None:  # not too large for this card, and supported by it
-                rows.append((each.op, time_s))
-                if on_progress:
-                    on_progress(Progress(each.op.kind, len(rows), used / budget_s))
+    sources = drawn or candidates(seed=1)
+    for number, source in enumerate(sources.values(), start=1):
+        feasible = (each for each in source if _is_feasible(each.op, base))
+        until_s, most = (number / len(sources) * whole for whole in (_MEASURING * budget_s, _MOST))
+        while (used_s := clock() - began_s) < until_s and len(rows) < most:
+            if not (few := list(islice(feasible, _TOGETHER))):
+                break
+            for each, time_s in zip(few, measure(few), strict=True):
+                if time_s is not None:  # not too large for this card, and supported by it
+                    rows.append((each.op, time_s))
+                    if on_progress:
+                        on_progress(Progress(each.op.kind, len(rows), used_s / budget_s))
     if len(rows) < _LEAST:
         raise TilefitError(
             f"only {len(rows)} operations could be measured in {budget_s:.0f} s",
             hint="Look whether other programs use the GPU, or leave --quick out.",
         )
-    # Kinds take turns, so that every other turn keeps both halves alike.
-    turn = min(max(len(sources), 1), len(rows) // 2)
-    fitted_to, aside = ([row for i, row in enumerate(rows) if i // turn % 2 == half] for half in (0, 1))
+    # By pairs, as attention comes with its gradient.
+    fitted_to, aside = ([row for i, row in enumerate(rows) if i // 2 % 2 == half] for half in (0, 1))
     best = _fitted(gpu, fitted_to, lambda: clock() - began_s < budget_s)
     about = {
         **origin(gpu, versions),
