@@ -45,7 +45,7 @@ from typing import Any
 import model_calls
 import torch
 import torch.nn.functional as F
-from kernels import ClockLog, CudaSession, HostSession, Launch, Session, main_kernel
+from kernels import ClockLog, HostSession, main_kernel
 
 from tilefit.errors import TilefitError
 from tilefit.measure import streaming, suites, timer
@@ -53,6 +53,7 @@ from tilefit.measure.clocks import driver_version
 from tilefit.measure.kernels import short_name
 from tilefit.measure.microbenchmarks import instance
 from tilefit.measure.pool import Pool
+from tilefit.measure.sessions import CudaSession, Session, busy_s
 from tilefit.ops import (
     BACKWARD_DATA,
     BACKWARD_WEIGHT,
@@ -131,16 +132,6 @@ def guess_s(op: Op) -> float:
     return op.flop / rate + op.moved_bytes / 2e12 + steps_s + 5e-6
 
 
-def duration_us(launches: list[Launch]) -> float:
-    """Time during which at least one kernel of a call ran (kernels may overlap)."""
-    busy_ns = end_ns = 0
-    for launch in launches:  # in the order of their starts
-        stop = launch.start_ns + launch.duration_ns
-        busy_ns += max(0, stop - max(launch.start_ns, end_ns))
-        end_ns = max(end_ns, stop)
-    return busy_ns / 1000
-
-
 def measure(
     cases: Sequence[Case],
     pool: Pool,
@@ -180,11 +171,11 @@ def measure(
         elif not error:
             # The first call pays for loading code and is dropped; the second may still find a cold
             # instruction cache, which the median ignores.
-            times = [duration_us(launches) for launches in calls[1:cold]]
+            times = [1e6 * busy_s(launches) for launches in calls[1:cold]]
             row["us"] = statistics.median(times)
             row["low_us"], row["high_us"], row["calls"] = min(times), max(times), len(times)
             if warm:
-                row["warm_us"] = statistics.median(duration_us(launches) for launches in calls[cold:])
+                row["warm_us"] = statistics.median(1e6 * busy_s(launches) for launches in calls[cold:])
             launches = calls[cold - 1]
             main = main_kernel([(launch.name, launch.duration_ns) for launch in launches])
             row["kernels"], row["kernel"] = len(launches), short_name(main)[:120]
@@ -601,7 +592,7 @@ def run_launch(args: argparse.Namespace, device: torch.device, clocks: ClockLog)
             running.call(calls[row["name"]])
     for row, launches in zip(profiled, running.results(), strict=True):
         row["kernels"] = len(launches)
-        row["gpu_us"] = duration_us(launches)
+        row["gpu_us"] = 1e6 * busy_s(launches)
     with gzip.open(args.out / f"launch-{args.seed}.csv.gz", "wt", newline="") as file:
         writer = csv.DictWriter(file, ["name", "host_us", "low_us", "high_us", "kernels", "gpu_us", "error"])
         writer.writeheader()
@@ -666,7 +657,7 @@ def run_ceilings(args: argparse.Namespace, device: torch.device, clocks: ClockLo
             for _ in range(20):
                 session.call(lambda: x.zero_())
                 session.call(lambda: x.mul_(1.0))
-        kernels_us = [duration_us(launches) for launches in session.results()]
+        kernels_us = [1e6 * busy_s(launches) for launches in session.results()]
         result["latency"]["fill_kernel_us"] = statistics.median(kernels_us[::2])
         result["latency"]["mul_kernel_us"] = statistics.median(kernels_us[1::2])
         for label, call in (("fill", lambda: x.zero_()), ("mul", lambda: x.mul_(1.0))):

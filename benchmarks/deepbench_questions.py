@@ -35,11 +35,12 @@ from typing import Any
 
 import torch
 from collect_h200 import provenance
-from kernels import ClockLog, CudaSession, HostSession, Session, main_kernel
+from kernels import ClockLog, HostSession, main_kernel
 
 from tilefit.measure import timer
 from tilefit.measure.kernels import short_name
 from tilefit.measure.pool import TORCH_DTYPES
+from tilefit.measure.sessions import CudaSession, Session
 from tilefit.measure.suites import deepbench_gemm
 from tilefit.ops import Gemm
 

@@ -245,13 +245,15 @@ class Run:
         return replace(loaded, model=loaded.model.bfloat16(), inputs=inputs)
 
 
-def runs(infer: bool, compiled: bool) -> list[Run]:
+def runs(infer: bool, compiled: bool, further: bool = True) -> list[Run]:
     """What is measured, in order."""
     if not infer:
-        further = [*COMPILED, *PREDICTED, *SETTING] if compiled else []
+        more = (
+            [*COMPILED, *(PREDICTED if compiled else ()), *(SETTING if compiled else ())] if further else []
+        )
         return [
             *(Run(*entry, compiled=compiled) for entry in MODELS),
-            *(Run(*entry, compiled=True, arguments=arguments) for *entry, arguments in further),
+            *(Run(*entry, compiled=compiled, arguments=arguments) for *entry, arguments in more),
         ]
     halved = [Run(*entry, compiled, infer, halved=True) for entry in SMALL if entry[0] in HALVED]
     return [*(Run(*entry, compiled, infer) for entry in (*MODELS, *SMALL)), *halved]
@@ -578,6 +580,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="measure runs of these names, or parts")
     parser.add_argument("--compiled", action="store_true", help="under torch.compile")
     parser.add_argument("--infer", action="store_true", help="the forward pass alone")
+    parser.add_argument("--further", action="store_true", help="eager, those of the compiled ones too")
     parser.add_argument("--turns", type=int, default=5, help="how often each model is measured")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start nothing further after this time")
     parser.add_argument("--calibration", type=Path, help="predict by this calibration of the GPU")
@@ -599,7 +602,7 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     wanted = [
         run
-        for run in runs(options.infer, options.compiled)
+        for run in runs(options.infer, options.compiled, options.compiled or options.further)
         if any(part in run.label for part in options.only)
     ]
     turns = range(options.turns)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from math import inf
+from math import exp
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -35,12 +36,11 @@ class Bench:
         self.ops: list[Op] = []
         self.refuse = refuse
 
-    def __call__(self, candidate: Candidate) -> float:
-        self.now_s += 1.0
-        if self.refuse(candidate.op):
-            raise TilefitError("out of memory")
-        self.ops.append(candidate.op)
-        return self.time_s(candidate.op)
+    def __call__(self, few: Sequence[Candidate]) -> list[float | None]:
+        self.now_s += len(few)
+        ran = [each.op for each in few if not self.refuse(each.op)]
+        self.ops += ran
+        return [self.time_s(each.op) if each.op in ran else None for each in few]
 
     def time_s(self, op: Op) -> float:
         slow = 1.6 if isinstance(op, Gemm) and op.layout == "NT" else 1.0
@@ -77,7 +77,7 @@ def fresh(kind: str, own: Calibration, number: int = 150) -> list[Op]:
 def test_it_predicts_products_it_never_saw(result: tuple[Calibration, Bench]) -> None:
     own, bench = result
     errors = own.about["networks"]["gemm"]["errors"]
-    assert errors["datasheet"] > 0.2
+    assert errors["datasheet"] > 0.15
     assert errors["calibrated"] < 0.1
     assert mean_error(own, fresh("gemm", own), bench) < 0.1
 
@@ -103,7 +103,8 @@ def test_the_interval_holds_most_of_what_it_never_saw(result: tuple[Calibration,
 def test_the_first_stage_has_constants_of_this_gpu(result: tuple[Calibration, Bench]) -> None:
     constants = result[0].constants
     assert constants is not None
-    assert constants.kernel_clocks == pytest.approx(HIDDEN.kernel_clocks, rel=0.25)
+    assert constants.math_efficiency == pytest.approx(HIDDEN.math_efficiency, rel=0.1)
+    assert constants.memory_efficiency == pytest.approx(HIDDEN.memory_efficiency, rel=0.1)
     assert constants.provenance == "estimated"
 
 
@@ -171,6 +172,22 @@ def test_made_on_top_of_what_ships_it_corrects_that(tmp_path: Path, monkeypatch:
         priced(gpu, path)
 
 
+def test_of_what_nobody_can_learn_little_is_kept() -> None:
+    """What ships is not made worse by networks that learnt noise."""
+    gpu = gpus.get("h100-sxm")
+    before = as_shipped(gpu)
+
+    class Noisy(Bench):
+        def time_s(self, op: Op) -> float:
+            return exp(Random(repr(op)).gauss(0, 0.3)) * estimate(op, before).time_s
+
+    bench = Noisy()
+    design = Design(budget_s=400, shares={"gemm": 1.0}, clock=bench.clock)
+    facts = calibrate(gpu, bench, design, before=before).about["networks"]["gemm"]
+    assert facts["kept"] <= 0.5
+    assert facts["errors"]["calibrated"] <= 1.03 * facts["errors"]["shipped"]
+
+
 def test_nothing_beyond_what_was_measured_is_made_up(result: tuple[Calibration, Bench]) -> None:
     # A function that was never measured, with sizes far out of range.
     op = Streaming("pointwise", 10**11, 10**11, 10**11, function="logaddexp")
@@ -199,7 +216,11 @@ def test_too_little_is_an_error() -> None:
 def test_candidates_that_run_out_end_it() -> None:
     few: Iterator[Candidate] = islice(candidates()["gemm"], 150)
     bench = Bench()
-    calibrate(GPU, bench, Design(budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock))
+    calibrate(
+        GPU,
+        bench,
+        Design(budget_s=1e6, drawn={"gemm": few}, shares={"gemm": 1.0}, clock=bench.clock),
+    )
     assert 100 < bench.now_s <= 150
 
 
@@ -209,7 +230,7 @@ def test_it_says_how_far_it_is() -> None:
     counted = [each.measured for each in told if each.kind == "gemm"]
     assert counted == list(range(1, 1 + len(counted)))
     assert told[0].share < 0.05
-    assert 0.8 < told[-1].share < 0.9
+    assert 0.75 < told[-1].share < 0.9
 
 
 def test_only_what_the_gpu_supports_is_measured() -> None:
@@ -218,30 +239,30 @@ def test_only_what_the_gpu_supports_is_measured() -> None:
     assert {op.dtype for op in bench.ops} == {"fp16", "fp32"}
 
 
-def test_half_of_a_round_is_what_networks_disagree_about() -> None:
-    session = calibration._Session(GPU, Bench(), GENERAL, lambda: 0.0, None, "cpu", None)
-    drawn = candidates(seed=1)["gemm"]
-    session.explore("gemm", islice(drawn, 200), inf)
-    rows = session.rows["gemm"]
-    pool = list(islice(drawn, 120))
-    network = rows.train(5, "cpu")
-    chosen = rows.most_disputed(pool, 10, network)
+def test_what_takes_long_is_measured_a_few_at_a_time() -> None:
+    """So that no kind takes the time of the others, nor of the fits."""
+    bench, sizes = Bench(), []
 
-    def dispute(some: list[Candidate]) -> list[float]:
-        _, inputs = rows.describe([each.op for each in some])
-        return [float(d) for d in network.members(inputs)[..., 0].std(axis=0)]
+    def slow_at_streams(few: Sequence[Candidate]) -> list[float | None]:
+        sizes.append((few[0].op.kind, len(few)))
+        if few[0].op.kind == "gemm":
+            bench.now_s -= 0.99 * len(few)
+        return bench(few)
 
-    rest = [each for each in pool if each not in chosen]
-    assert min(dispute(chosen)) >= max(dispute(rest))
+    chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
+    calibrate(GPU, slow_at_streams, Design(budget_s=200, shares=chosen, clock=bench.clock))
+    assert max(size for kind, size in sizes if kind == "gemm") >= 80
+    assert {size for kind, size in sizes if kind == "streaming"} == {1, 10}
+    assert bench.now_s <= 0.9 * 200
 
 
 def test_interrupted_it_fits_to_what_has_been_measured() -> None:
     bench = Bench()
 
-    def interrupted(candidate: Candidate) -> float:
-        if isinstance(candidate.op, Streaming):
+    def interrupted(few: Sequence[Candidate]) -> list[float | None]:
+        if isinstance(few[0].op, Streaming):
             raise KeyboardInterrupt
-        return bench(candidate)
+        return bench(few)
 
     chosen = {kind: calibration.SHARES[kind] for kind in KINDS}
     own = calibrate(GPU, interrupted, Design(budget_s=400, shares=chosen, clock=bench.clock))
@@ -250,7 +271,7 @@ def test_interrupted_it_fits_to_what_has_been_measured() -> None:
 
 
 def test_interrupted_with_next_to_nothing_measured_it_ends() -> None:
-    def interrupted(candidate: Candidate) -> float:
+    def interrupted(few: Sequence[Candidate]) -> list[float | None]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

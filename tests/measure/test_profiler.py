@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tilefit.errors import TilefitError
+from tilefit.measure.sessions import CudaSession, Launch, busy_s, kernel_times, split_at_markers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from kernels import CudaSession, HostSession, Launch, parse, split_at_markers
+from kernels import HostSession, parse
 
 MARK = "void at::cuda::spin_kernel(long)"
 
@@ -42,8 +44,68 @@ def test_a_failing_call_keeps_its_place() -> None:
     assert session.results()[0][0].duration_ns == 5
 
 
+def test_kernels_that_overlap_count_once_and_gaps_do_not() -> None:
+    assert busy_s([Launch("a", 0, 100), Launch("b", 50, 100), Launch("c", 500, 10)]) == pytest.approx(160e-9)
+    assert busy_s([]) == 0.0
+
+
+def test_the_median_of_calls_on_operands_of_their_own_and_nothing_of_what_cannot_run() -> None:
+    """Each call takes longer than the one before; the first is not counted."""
+    took_ns = iter([5000, 10, 20, 40, 30, 50, 1, 2, 3, 4, 5, 6])
+    ticks = iter([])
+    built: list[int] = []
+
+    class Ticking(HostSession):
+        def call(self, operation):  # type: ignore[no-untyped-def]
+            nonlocal ticks
+            ticks = iter((0, next(took_ns)))
+            super().call(operation)
+
+    def factory() -> Callable[[], object]:
+        built.append(1)
+        return lambda: None
+
+    def too_large() -> Callable[[], object]:
+        raise TilefitError("an operand exceeds the pool")
+
+    def unsupported() -> Callable[[], object]:
+        return _fail
+
+    session = Ticking(clock=lambda: next(ticks))
+    assert kernel_times([factory, too_large, factory], session) == pytest.approx([30e-9, None, 4e-9])
+    assert len(built) == 12
+    took_ns = iter([1, 1, 2, 3, 4, 5, 6])
+    assert kernel_times([unsupported, factory], Ticking(clock=lambda: next(ticks))) == [
+        None,
+        pytest.approx(4e-9),
+    ]
+
+
+def test_what_runs_no_kernel_has_no_time() -> None:
+    assert kernel_times([lambda: lambda: None], HostSession(clock=lambda: 7)) == [None]
+
+
 def _fail() -> None:
     raise RuntimeError("no kernel")
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_takes_as_long_as_the_kernels_and_a_gap_each() -> None:
+    import torch
+
+    from tilefit.cost.launch import GRAPHED_S
+    from tilefit.measure.microbenchmarks import instance
+    from tilefit.measure.pool import Pool
+    from tilefit.measure.run import pool_for, time_call
+    from tilefit.measure.timer import CudaDevice
+    from tilefit.ops import Gemm
+
+    pool: Pool = pool_for(torch.device("cuda"))
+    op = Gemm(512, 512, 512)
+    replayed_s = time_call(op, lambda: instance(op, pool), CudaDevice()).median_s
+    (time_s,) = kernel_times([lambda: instance(op, pool)], CudaSession())
+    assert time_s is not None
+    assert 0 < replayed_s - time_s < 5 * GRAPHED_S
 
 
 @pytest.mark.gpu

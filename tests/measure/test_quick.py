@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
+from math import exp
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -36,9 +38,9 @@ class Bench:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.now_s = priced(gpu), 0.0
 
-    def __call__(self, candidate: Candidate) -> float:
-        self.now_s += 0.5
-        return estimate_all([candidate.op], self.gpu)[0].time_s
+    def __call__(self, few: Sequence[Candidate]) -> list[float | None]:
+        self.now_s += 0.5 * len(few)
+        return [each.time_s for each in estimate_all([each.op for each in few], self.gpu)]
 
     def clock(self) -> float:
         return self.now_s
@@ -77,8 +79,8 @@ def test_one_that_ships_and_one_of_another_architecture(name: str, tmp_path: Pat
 
 
 def test_too_few_measurements_are_an_error() -> None:
-    def refuse(candidate: Candidate) -> float:
-        raise TilefitError("out of memory")
+    def refuse(few: Sequence[Candidate]) -> list[float | None]:
+        return [None] * len(few)
 
     drawn = {"gemm": iter([next(candidates()["gemm"])])}
     with pytest.raises(TilefitError, match="only 0 operations"):
@@ -87,17 +89,29 @@ def test_too_few_measurements_are_an_error() -> None:
 
 def test_the_error_is_of_operations_that_were_not_fitted_to() -> None:
     """Also where no candidate is left in the end."""
-    measured: list[Candidate] = []
+    slower = cycle((1.0, 1.0, 1.5, 1.5))
     bench = Bench(H100)
 
-    def odd_at_every_other(candidate: Candidate) -> float:
-        measured.append(candidate)
-        return bench(candidate) * (1.0 if len(measured) % 2 else 1.5)
+    def odd_at_every_other(few: Sequence[Candidate]) -> list[float | None]:
+        return [next(slower) * time_s for time_s in bench(few) if time_s]
 
     drawn = {"gemm": islice(candidates(seed=1)["gemm"], 60)}
     found = quick(H100, odd_at_every_other, drawn=drawn, budget_s=60.0, clock=bench.clock)
     assert found.quick == Quick(1.0, 1.0)
     assert found.about["errors"]["after"] == pytest.approx(1 / 3, abs=1e-4)
+
+
+def test_errors_of_kinds_each_way_are_no_faster_memory() -> None:
+    """Products priced 2 % too short, memory-bound operations as much too long, and single ones by 10 %."""
+    bench, noise = Bench(H100), Random(0)
+
+    def off(few: Sequence[Candidate]) -> list[float | None]:
+        by_kind = (0.98 if isinstance(each.op, Streaming) else 1.02 for each in few)
+        times_s = zip(by_kind, bench(few), strict=True)
+        return [factor * exp(noise.gauss(0, 0.1)) * time_s for factor, time_s in times_s if time_s]
+
+    found = quick(H100, off, budget_s=100.0, clock=bench.clock)
+    assert found.quick == Quick(1.0, 1.0)
 
 
 def test_a_first_stage_is_as_fast_as_was_found() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
     from tilefit.gpus import Gpu
     from tilefit.measure.calibration import Progress
 
-#: Replays of each measured operation: their median is within 1 % of that of many.
-_REPLAYS = 3
 #: Seconds between two lines about progress.
 _EVERY_S = 15.0
-#: Seconds between two looks at the host, each of which takes about 0.05: its speed changes within seconds.
-_LOOK_S = 1.0
+#: Looks at the host, each of which takes about 0.06 s. All of them before the first kernel is measured: from
+#: then on CUPTI takes as long as a launch does itself (a reference step of 9 ms took 19 on an H100).
+_LOOKS = 40
 #: For a quick calibration, the fit included; the rest of a minute is for starting.
 _QUICK_S = 54.0
 #: It gets at least this, where the start takes most of a minute on a slow host.
@@ -87,7 +87,8 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     from tilefit.measure.calibration import calibrate as run
     from tilefit.measure.launch import Host
     from tilefit.measure.quick import quick as run_quick
-    from tilefit.measure.run import pool_for, time_call
+    from tilefit.measure.run import pool_for
+    from tilefit.measure.sessions import CudaSession, kernel_times
 
     local = local_gpu()
     (gpu,) = resolve(local.environment.gpu)
@@ -95,13 +96,13 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     aside = keep(path)
     pool = pool_for(local.place)
 
-    def measure(candidate: Candidate) -> float:
-        return time_call(candidate.op, lambda: candidate.build(pool), local.device, replays=_REPLAYS).median_s
+    def measure(few: Sequence[Candidate]) -> list[float | None]:
+        return kernel_times([partial(each.build, pool) for each in few], CudaSession())
 
-    environment, host = local.environment, Host(local.place)
+    environment, host = local.environment, Host(local.place, turns=_LOOKS)
     about: dict[str, Any] = {
         "versions": {name: getattr(environment, name) for name in ("torch", "cuda", "cudnn", "driver")},
-        "on_progress": _teller(used_s, host.turn),
+        "on_progress": _teller(used_s),
     }
     if quick:
         print(f"Calibrating quickly for {gpu.title}", file=sys.stderr)
@@ -157,17 +158,14 @@ def _of_links(output_file: Path | None) -> None:
         print(f"The damaged calibration that was there is now {aside}", file=sys.stderr)
 
 
-def _teller(used_s: Callable[[], float], turn: Callable[[], None]) -> Callable[[Progress], None]:
-    """Looks all the while how fast the host is, and says every few seconds how far it is."""
-    looked_s = told_s = 0.0
+def _teller(used_s: Callable[[], float]) -> Callable[[Progress], None]:
+    """Says every few seconds how far it is."""
+    told_s = 0.0
 
     def tell(progress: Progress) -> None:
-        nonlocal looked_s, told_s
-        if used_s() >= looked_s + _LOOK_S:
-            turn()
-            looked_s = used_s()
-        if looked_s >= told_s + _EVERY_S:
-            told_s = looked_s
+        nonlocal told_s
+        if used_s() >= told_s + _EVERY_S:
+            told_s = used_s()
             print(f"{told_s:4.0f} s: {progress.kind}, {progress.measured} measured", file=sys.stderr)
 
     return tell

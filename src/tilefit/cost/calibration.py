@@ -91,6 +91,14 @@ class Network:
             outputs[:, 0] = (outputs[:, 0] + least_error(times, logits)) / 2
         return outputs
 
+    def kept(self, share: float) -> Network:
+        """Networks that correct by a share of what these do."""
+        weight, bias = (each.copy() for each in self.layers[-1])
+        weight[..., 0] *= share
+        bias[..., 0] *= share
+        bounds = (share * self.bounds[0], share * self.bounds[1])
+        return replace(self, layers=(*self.layers[:-1], (weight, bias)), bounds=bounds)
+
     def members(self, rows: Sequence[Sequence[float]] | NDArray[np.float32]) -> NDArray[np.float32]:
         """The outputs of each network of the ensemble: [members, rows, 2 + families + tiles + 2 * paths]."""
         import numpy as np

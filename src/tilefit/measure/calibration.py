@@ -1,12 +1,13 @@
 """Fit the cost model to a GPU that nobody has measured, in a few minutes.
 
-An active design. Of the products first those that show the ceilings, and a random sample: the constants of
-the model's first stage are fitted to them. Then, of products, streaming operations, convolutions and
-attention in turn, more of what the networks fitted so far disagree about, mixed with random draws, for as
-long as there is time. At the end an ensemble of small networks is fitted to everything, as a correction of
-what ships for the GPU: a few minutes tell how it differs from one that was measured for hours, not what that
-took to learn. One family of shapes in six is never fitted to: on these the errors are stated, and from them
-the intervals are taken.
+Of products first those that show the ceilings; then, of products, streaming operations, convolutions and
+attention in turn, random ones for as long as there is time: measuring one takes no longer than choosing it
+would. The constants of the model's first stage are fitted to the first products. At the end an ensemble of
+small networks is fitted to everything, as a correction of what ships for the GPU: a few minutes tell how it
+differs from one that was measured for hours, not what that took to learn. One family of shapes in six is
+never fitted to. On half of these it is decided how much of what the networks say is kept, which may be
+nothing: what ships stays where it is better. On the other half the errors are stated; the intervals are taken
+from both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from math import log2
-from random import Random
+from typing import TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -48,7 +49,7 @@ from tilefit.version import __version__
 Call = Callable[[], object]
 
 #: What is measured, in this order, and its share of the time.
-SHARES = {"gemm": 0.45, "streaming": 0.13, "conv": 0.22, "attention": 0.2}
+SHARES = {"gemm": 0.3, "streaming": 0.15, "conv": 0.4, "attention": 0.15}
 #: Products that show a ceiling each: math, memory (weights, activations), the latency of a kernel.
 CEILINGS = (
     Gemm(8192, 8192, 8192),
@@ -57,16 +58,19 @@ CEILINGS = (
     Gemm(65536, 64, 1024),
     Gemm(64, 64, 64),
 )
+#: Operations that are measured at once, first and at most, and the share of the budget that this should take.
+#: Of products a hundred take 0.2 s, of attention, for which cuDNN compiles kernels, 50 s (an H100).
+_FIRST, _TOGETHER, _GROUP = 10, 300, 0.005
 #: Share of the budget for measuring; the rest is for the last fits.
-_MEASURING = 0.85
+_MEASURING = 0.8
 _LONGEST_S = 10e-3
-_SAMPLE = 300
-#: Operations of a round, of which half are the most disputed of so many drawn for each.
-_ROUND, _DRAWN = 1000, 6
 _HELD_OUT = 6
-#: Fitted and held out at least, of a kind; and of an element type or role that the networks then speak for.
-_LEAST, _LEAST_HELD_OUT, _LEAST_OF_DOMAIN = 40, 8, 20
-_QUICK_EPOCHS, _EPOCHS = 15, 50
+#: How much of what the networks say is kept.
+_KEPT = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: Fitted at least, of a kind, and in each half of what is held out; and of an element type or role that the
+#: networks then speak for.
+_LEAST, _LEAST_HELD_OUT, _LEAST_OF_DOMAIN = 40, 4, 20
+_EPOCHS = 50
 #: Of the constants' fit: products and iterations.
 _FITTED_ROWS, _ITERATIONS = 300, 300
 
@@ -77,6 +81,10 @@ class Candidate:
 
     op: Op
     build: Callable[[Pool], Call]
+
+
+#: Seconds that the kernels of operations run; None for one that cannot.
+Measure: TypeAlias = Callable[[Sequence[Candidate]], Sequence[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +150,9 @@ def family(op: Op) -> str:
     return f"{op.kind} {key}"
 
 
-def held_out(op: Op) -> bool:
-    """Whether an operation's family is one that is never fitted to."""
-    return crc32(family(op).encode()) % _HELD_OUT == 0
+def held_out(op: Op, among: int = _HELD_OUT) -> bool:
+    """Whether an operation's family is one, of so many, that is never fitted to."""
+    return crc32(family(op).encode()) % among == 0
 
 
 @dataclass
@@ -156,34 +164,36 @@ class _Rows:
     before: PricedGpu | None = None
     ops: list[Op] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
+    _first: list[Estimate] = field(default_factory=list)
     _inputs: list[NDArray[np.float32]] = field(default_factory=list)
-    _first_s: list[NDArray[np.float64]] = field(default_factory=list)
-    _described: int = 0
 
-    def describe(self, ops: Sequence[Op]) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-        return on_analytic(ops, self.gpu, self.first(ops))
+    @property
+    def deciding(self) -> NDArray[np.bool_]:
+        """Of what is held out, what decides how much is kept; on the rest the errors are stated."""
+        return np.array([held_out(op, 2 * _HELD_OUT) for op in self.ops])
 
-    def first(self, ops: Sequence[Op]) -> list[Estimate]:
-        """What the networks correct."""
-        if self.before is not None:
-            return by_stages([traffic(op) for op in ops], self.before, self.fitted)
-        return [analytic(op, self.gpu, self.fitted) for op in ops]
+    @property
+    def suffices(self) -> bool:
+        """Whether there is enough of both."""
+        decide = int(self.deciding.sum())
+        return min(decide, len(self.ops) - decide) >= _LEAST_HELD_OUT
 
-    def train(self, epochs: int, device: str) -> Network:
-        if new := self.ops[self._described :]:
-            first_s, inputs = self.describe(new)
-            self._first_s.append(first_s)
-            self._inputs.append(inputs)
-            self._described = len(self.ops)
-        ratio = np.log(self.times_s) - np.log(np.concatenate(self._first_s))
-        return train(np.concatenate(self._inputs), ratio.astype(np.float32), epochs=epochs, device=device)
+    def described(self) -> tuple[list[Estimate], NDArray[np.float32]]:
+        """What the networks correct, and what they see."""
+        if new := self.ops[len(self._first) :]:
+            if self.before is not None:
+                first = by_stages([traffic(op) for op in new], self.before, self.fitted)
+            else:
+                first = [analytic(op, self.gpu, self.fitted) for op in new]
+            self._first += first
+            self._inputs.append(on_analytic(new, self.gpu, first)[1])
+        return self._first, np.concatenate(self._inputs)
 
-    def most_disputed(self, drawn: list[Candidate], number: int, network: Network) -> list[Candidate]:
-        if not drawn:
-            return []
-        _, inputs = self.describe([each.op for each in drawn])
-        dispute = network.members(inputs)[..., 0].std(axis=0)
-        return [drawn[i] for i in np.argsort(-dispute)[:number]]
+    @property
+    def ratios(self) -> NDArray[np.float32]:
+        """Logarithm of what each took over what the networks correct."""
+        first_s = [each.time_s for each in self.described()[0]]
+        return np.log(np.array(self.times_s) / first_s).astype(np.float32)
 
 
 class _Session:
@@ -192,8 +202,8 @@ class _Session:
     def __init__(
         self,
         gpu: Gpu,
-        measure: Callable[[Candidate], float],
-        start: Constants,
+        measure: Measure,
+        design: Design,
         used: Callable[[], float],
         before: PricedGpu | None,
         device: str,
@@ -201,24 +211,22 @@ class _Session:
     ) -> None:
         self.before = before
         self.gpu, self.measure, self.used, self.device = gpu, measure, used, device
-        self.start, self.fitted = start, start
+        self.start = self.fitted = design.start or constants(gpu)
         self.on_progress = on_progress
         self.rows: dict[str, _Rows] = {}
         self.held_out: dict[str, _Rows] = {}
 
-    def take(self, candidate: Candidate) -> None:
-        """Measure one operation."""
-        op = candidate.op
-        try:
-            time_s = self.measure(candidate)
-        except TilefitError:
-            return  # too large for this card, or not supported by it
-        into = self.held_out if held_out(op) else self.rows
-        rows = into.setdefault(op.kind, _Rows(self.gpu, self.fitted, self.before))
-        rows.ops.append(op)
-        rows.times_s.append(time_s)
-        if self.on_progress:
-            self.on_progress(Progress(op.kind, self.measured(op.kind), self.used()))
+    def take(self, few: Sequence[Candidate]) -> None:
+        """Measure some operations."""
+        for op, time_s in zip((each.op for each in few), self.measure(few), strict=True):
+            if time_s is None:
+                continue  # too large for this card, or not supported by it
+            into = self.held_out if held_out(op) else self.rows
+            rows = into.setdefault(op.kind, _Rows(self.gpu, self.fitted, self.before))
+            rows.ops.append(op)
+            rows.times_s.append(time_s)
+            if self.on_progress:
+                self.on_progress(Progress(op.kind, self.measured(op.kind), self.used()))
 
     def measured(self, kind: str) -> int:
         return sum(len(part[kind].ops) for part in (self.rows, self.held_out) if kind in part)
@@ -229,7 +237,7 @@ class _Session:
         supported = op.dtype not in ("bf16", "tf32", "fp8", "int8") or self.gpu.supports(op.dtype)
         return supported and analytic(op, self.gpu, self.start).time_s < _LONGEST_S
 
-    def fit_constants(self) -> None:
+    def fit_constants(self, least: int = _LEAST // 2) -> None:
         """Fit the first stage, once, to the products whose interval it states: aligned, of 16 bits."""
         rows = self.rows.get("gemm")
         if rows is None or self.fitted is not self.start:
@@ -239,34 +247,23 @@ class _Session:
             for op, time_s in zip(rows.ops, rows.times_s, strict=True)
             if isinstance(op, Gemm) and _plain(op, self.gpu)
         ]
-        if len(plain) >= _LEAST // 2:
+        if len(plain) >= least:
             self.fitted = fit(plain[:_FITTED_ROWS], self.start, iterations=_ITERATIONS)
             for part in (*self.rows.values(), *self.held_out.values()):
                 part.fitted = self.fitted
 
-    def explore(self, kind: str, drawn: Iterator[Candidate], until: float) -> None:
-        """Measure a kind until a share of the budget is used, or there are no more candidates."""
+    def explore(self, drawn: Iterator[Candidate], until: float) -> None:
+        """Measure until a share of the budget is used, or there are no more candidates."""
         feasible = filter(self.feasible, drawn)
-        batch = list(islice(feasible, _SAMPLE))
-        while batch:
-            for candidate in batch:
-                if self.used() >= until:
-                    return
-                self.take(candidate)
-            batch = self.next_round(kind, feasible)
-
-    def next_round(self, kind: str, feasible: Iterator[Candidate]) -> list[Candidate]:
-        """Half random, half what the networks disagree about most."""
-        self.fit_constants()
-        rows = self.rows.get(kind)
-        if rows is None or len(rows.ops) < _LEAST:
-            return list(islice(feasible, _SAMPLE))
-        half = min(len(rows.ops), _ROUND) // 2
-        pool = [each for each in islice(feasible, half * _DRAWN) if not held_out(each.op)]
-        chosen = rows.most_disputed(pool, half, rows.train(_QUICK_EPOCHS, self.device))
-        chosen += islice(feasible, half)
-        Random(len(rows.ops)).shuffle(chosen)  # whenever the time is up, some of each
-        return chosen
+        together = _FIRST
+        while (began := self.used()) < until and (few := list(islice(feasible, together))):
+            self.take(few)
+            took = self.used() - began
+            together = max(1, min(_TOGETHER, int(len(few) * _GROUP / took))) if took else _TOGETHER
+            self.fit_constants(_FITTED_ROWS)
+            if self.fitted is not self.start:
+                for rows in (*self.rows.values(), *self.held_out.values()):
+                    rows.described()  # it takes about as long as measuring
 
 
 def _plain(op: Gemm, gpu: Gpu) -> bool:
@@ -294,7 +291,7 @@ class Design:
 
 def calibrate(
     gpu: Gpu,
-    measure: Callable[[Candidate], float],
+    measure: Measure,
     design: Design,
     *,
     before: PricedGpu | None = None,
@@ -308,18 +305,19 @@ def calibrate(
 
     Args:
         gpu: The facts of the GPU.
-        measure: Seconds of one operation; raises :class:`TilefitError` for one that cannot run.
+        measure: Seconds that operations take.
         design: What is measured, and for how long.
         before: The GPU as it is priced by what ships: the networks correct that, and its errors on the same
             held-out operations are recorded beside. None: they correct the first stage.
         versions: Of the software; recorded.
         device: Where to train the networks.
-        on_progress: Called after each operation.
+        on_progress: Called for each operation.
 
     Returns:
         The calibration; ``about["networks"][kind]`` holds how many operations were fitted to and held out,
-        and the mean absolute relative errors on the latter (``errors``): of the first stage as it was
-        (``datasheet``), of this calibration (``calibrated``), and of what ships (``shipped``).
+        how much of what the networks say is ``kept``, and the mean absolute relative errors on those held out
+        that had no part in that (``errors``): of the first stage as it was (``datasheet``), of this
+        calibration (``calibrated``), and of what ships (``shipped``).
 
     Raises:
         TilefitError: too few products could be measured.
@@ -329,13 +327,13 @@ def calibrate(
     def used() -> float:
         return (design.clock() - began_s) / design.budget_s
 
-    session = _Session(gpu, measure, design.start or constants(gpu), used, before, device, on_progress)
+    session = _Session(gpu, measure, design, used, before, device, on_progress)
     sources, shares = design.drawn or candidates(), design.shares
     until = 0.0
     try:
         for kind, share in shares.items():
             until += _MEASURING * share / sum(shares.values())
-            session.explore(kind, sources[kind], until)
+            session.explore(sources[kind], until)
             session.fit_constants()
     except KeyboardInterrupt:
         if session.measured("gemm") < _LEAST:
@@ -345,7 +343,7 @@ def calibrate(
     networks, facts = {}, {}
     for kind in shares:
         rows, aside = session.rows.get(kind), session.held_out.get(kind)
-        if not rows or not aside or len(rows.ops) < _LEAST or len(aside.ops) < _LEAST_HELD_OUT:
+        if not rows or not aside or len(rows.ops) < _LEAST or not aside.suffices:
             if kind == "gemm":
                 raise TilefitError(
                     f"only {session.measured(kind)} products could be measured in {design.budget_s:.0f} s",
@@ -378,28 +376,33 @@ def _fitted(session: _Session, rows: _Rows, aside: _Rows) -> tuple[Network, dict
     kind = rows.ops[0].kind
     counts = Counter(map(domain, rows.ops))
     network = replace(
-        rows.train(_EPOCHS, session.device),
+        train(rows.described()[1], rows.ratios, epochs=_EPOCHS, device=session.device),
         domains=frozenset(name for name, number in counts.items() if number >= _LEAST_OF_DOMAIN),
     )
-    first_s, inputs = aside.describe(aside.ops)
+    first, inputs = aside.described()
+    deciding = aside.deciding
+
+    def corrected(network: Network) -> list[Estimate]:
+        own, better = Calibration({kind: network}, {}, session.fitted), list(first)
+        covered = [index for index, op in enumerate(aside.ops) if own.covers(op)]
+        found = own.correct([aside.ops[i] for i in covered], session.gpu, [first[i] for i in covered])
+        for index, each in zip(covered, found, strict=True):
+            better[index] = each
+        return better
+
+    # Of equal ones the first, which keeps less.
+    kept = min(_KEPT, key=lambda share: _error(aside, corrected(network.kept(share)), deciding))
+    network = network.kept(kept)
     outputs = network(inputs)
-    residual = (np.log(aside.times_s) - np.log(first_s) - outputs[:, 0]) / np.exp(outputs[:, 1])
+    residual = (aside.ratios - outputs[:, 0]) / np.exp(outputs[:, 1])
     # Widened by what a sample of this size may miss, as in conformal prediction.
     level = min(1.0, 0.9 * (1 + 1 / len(residual)))
     low, high = np.quantile(residual, (1 - level, level))
     network = replace(network, quantiles=(float(low), float(high)))
-    own, first = Calibration({kind: network}, {}, session.fitted), aside.first(aside.ops)
-    covered = [index for index, op in enumerate(aside.ops) if own.covers(op)]
-    better = list(first)
-    corrected = own.correct([aside.ops[i] for i in covered], session.gpu, [first[i] for i in covered])
-    for index, each in zip(covered, corrected, strict=True):
-        better[index] = each
-    errors = {
-        "datasheet": _error(aside, [analytic(op, session.gpu, session.start) for op in aside.ops]),
-        "calibrated": _error(aside, better),
-    }
+    datasheet = [analytic(op, session.gpu, session.start) for op in aside.ops]
+    errors = {"datasheet": datasheet, "calibrated": corrected(network)}
     if session.before is not None:
-        errors["shipped"] = _error(aside, first)
+        errors["shipped"] = first
     return network, {
         "domains": sorted(network.domains),
         "layers": len(network.layers),
@@ -411,14 +414,15 @@ def _fitted(session: _Session, rows: _Rows, aside: _Rows) -> tuple[Network, dict
         "fingerprint": fingerprint(kind, session.gpu, corrects_first_stage=True),
         "trained_rows": len(rows.ops),
         "held_out_rows": len(aside.ops),
-        "errors": errors,
+        "kept": kept,
+        "errors": {name: _error(aside, each, ~deciding) for name, each in errors.items()},
     }
 
 
-def _error(rows: _Rows, predicted: Sequence[Estimate]) -> float:
-    """Mean absolute relative error."""
+def _error(rows: _Rows, predicted: Sequence[Estimate], among: NDArray[np.bool_]) -> float:
+    """Mean absolute relative error of some of the rows."""
     times = np.array([each.time_s for each in predicted])
-    return round(float(np.abs(times / rows.times_s - 1).mean()), 4)
+    return round(float(np.abs(times / rows.times_s - 1)[among].mean()), 4)
 
 
 def _spread(rows: _Rows) -> float:
