@@ -35,8 +35,9 @@ from tilefit.parallel.schedule import (
     stage_of,
 )
 
-#: A context of CUDA, the libraries' workspaces and NCCL's buffers. A choice: 1 to 2 GiB are usual.
-CONTEXT_BYTES = 1.5 * 2**30
+#: A context of CUDA, what libraries hold and NCCL's buffers: 1.6 GiB beyond what PyTorch reserves for DDP and
+#: FSDP2 on 2 H100 and 2 H200, 1.7 with DTensor, 2.0 with pipelines (``benchmarks/several_gpus.py``).
+CONTEXT_BYTES = 1638 * 2**20
 #: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
 _STREAMED = 0.86
 #: What it needs for each parameter that DDP copies into a bucket and back (GPT-2, 4 samples, 2 H200).
@@ -560,9 +561,10 @@ class Training:
         # Where gradients of weights are put off, nothing of the pass is freed before them.
         there = sums.kept[-1] if self._is_apart else sums.kept[i + 1]
         again = max(0.0, block.saved_bytes - self._kept(block))  # of an end, nothing
+        missing = sums.gradients[i] if first and not self.framework.gradients_stay else 0.0
         return RankMemory(
             parameters=self._parameter_bytes(stage, sums, i),
-            gradients=sums.gradients[-1] - (sums.gradients[i] if first else 0) + buckets + message,
+            gradients=sums.gradients[-1] - missing + buckets + message,
             optimizer=(sums.shared if split.zero else sums.parameters[-1]) * precision.optimizer,
             activations=sums.kept[-1] * (held - 1) + there,
             temporary=block.surplus_bytes + again + sums.late[-1] * (late + 1) - sums.late[i + 1],
@@ -574,11 +576,10 @@ class Training:
         shared = self.split.zero > 1 and self._sums(0, self.split.parts)
         # Those that are views of buckets are in them; those that are not summed up yet are whole.
         gradient = 0 if self._is_ddp and self.framework.bucket_copies == 1 else precision.gradient
-        more = 1 + self.framework.late * (self.split.tensor > 1)
         held = (
             [float(block.parameters) for block in blocks],
             [gradient * self._held(block, shared) for block in blocks],
-            [more * self._kept(block) for block in blocks],
+            [self._kept(block) for block in blocks],
             [block.late_bytes * float(self._is_apart) for block in blocks],
         )
         parameters, gradients, kept, late = (list(accumulate(each, initial=0.0)) for each in held)
