@@ -104,6 +104,31 @@ def test_gradients_come_as_activations_go() -> None:
     assert (staying.gradients, staying.activations) == (4 * 82 * 10**6, 8 * 10**8)
 
 
+def test_a_chunk_whose_passes_are_over_gives_its_whole_gradients_and_parameters_back() -> None:
+    # With as many micro-batches as stages chunks run backward one after the other, with more in turn.
+    held = {
+        (chunks, parts): training(
+            TrainingSplit(
+                data=4,
+                pipeline=2,
+                zero=3,
+                micro_batches=parts,
+                chunks=chunks,
+                reshard=False,
+                checkpoint="full",
+            )
+        ).stage_memory(0)
+        for chunks in (1, 2)
+        for parts in (2, 8)
+    }
+    whole = 4 * 41 * 10**6
+    message = 6 * 10**7
+    assert held[1, 2].gradients == held[2, 8].gradients == whole + message
+    # Before the first chunk's gradients come, those of the second have been scattered.
+    assert held[2, 2].gradients == 4 * 2 * 10**7 + message
+    assert held[2, 2].total < held[1, 2].total < held[2, 8].total
+
+
 def test_ddp_has_buckets_and_copies_that_its_memory_and_time_show() -> None:
     one, two = training(TrainingSplit()), training(TrainingSplit(data=2), bucket_copies=2)
     assert two.memory().gradients == one.memory().gradients + 4 * 82 * 10**6
@@ -428,6 +453,11 @@ def test_settings_of_frameworks() -> None:
     sharded = settings([(split, (32,))], 8, 4096)
     assert {*sharded} == {"torchrun + PyTorch", "torchtitan", "Accelerate", "DeepSpeed"}
     assert "--nnodes 2 --nproc-per-node 8" in sharded["torchrun + PyTorch"][1]
+    for reshard in (True, False):  # the script is Python, and says what FSDP keeps
+        made = settings([(replace(split, reshard=reshard), (32,))], 8, 4096)
+        script = made["torchrun + PyTorch"][1].split("\n", 1)[1]
+        compile(script, "train.py", "exec")
+        assert ("reshard_after_forward=False" in script) == (not reshard)
     config = json.loads(sharded["DeepSpeed"][1])
     sizes = (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
     assert (config["train_batch_size"], *sizes) == (128, 2, 4)
