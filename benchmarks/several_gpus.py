@@ -11,7 +11,7 @@ with others. ``--device cpu`` tries it with gloo at tiny sizes. The others need 
 what is predicted for the ``new`` and ``held`` kinds of steps, which was done before they were measured.
 
 Each step has the scale of its host (:mod:`tilefit.measure.launch`), measured before and after it and on both
-ranks at once: two processes beside each other are slower than one, and a host changes by the minute.
+ranks at once: a host changes by the minute, and its ranks differ.
 """
 
 from __future__ import annotations
@@ -690,6 +690,7 @@ def run(case: Case, kind: str, tiny: bool, looks: bool) -> dict[str, Any]:
     meet()
     before = launch_scale(device) if cuda else 1.0
     step, model = step_of(case, device, tiny)
+    gc.collect()  # layers of other stages: a layer whose forward pass is wrapped refers to itself
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     for _ in range(WARM):
         step()

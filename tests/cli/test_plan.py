@@ -128,6 +128,7 @@ def test_layers_that_are_asked_for_are_planned_of_a_model_of_transformers(tilefi
         (("--gpus", "16", "--nodes", "3"), "3 machines do not share 16 GPUs evenly"),
         (("--gpus", "16", "--nodes", "1"), "16 GPUs in a machine"),
         (("--network", "pigeons"), "unknown network 'pigeons'"),
+        (("--network", "infinband"), "Did you mean infiniband?"),
         (("--gpus", "8", "--global-batch", "0"), "a global batch of 0"),
         (("--price", "cheap"), "cannot read the price 'cheap'"),
         (("--price", "a100=2"), "a price of a100, which is not compared"),

@@ -41,8 +41,13 @@ from tilefit.parallel.schedule import (
 CONTEXT_BYTES = 1638 * 2**20
 #: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
 _STREAMED = 0.86
-#: What it needs for each parameter that DDP copies into a bucket and back (GPT-2, 4 samples, 2 H200).
-DDP_HOST_S = 45e-6
+#: What the host needs for each parameter that DDP copies into a bucket and back: 0 to 56 us, 23 in the
+#: median, in seven steps on 2 H100 that a host limits whose scale was measured beside them
+#: (``several_gpus_held_h100`` and ``_h100`` of ``benchmarks/results``); by scales of minutes before, 45.
+DDP_HOST_S = 20e-6
+#: And for each layer that is computed again, beside its launches: 1.6 ms (GPT-2-XL), 1.5 (OPT), 1.5 and 4
+#: (DTensor) in the four such steps there.
+CHECKPOINT_S = 1.5e-3
 #: What a stage does that has no layer.
 _NOTHING = Block()
 
@@ -205,12 +210,15 @@ class Training:
             full = self.split.checkpoint == "full"
             again_s = max(0.0, block.forward_s - (0.0 if full else block.products_s))
             backward_link_s += forward_link_s if full else 0.0
+        backward_s, backward_host_s = block.backward_s + self._accumulated_s(block), block.backward_host_s
+        if again_s:
+            backward_host_s += block.forward_host_s + CHECKPOINT_S * self._host_scale
         return replace(
             block,
-            backward_s=block.backward_s + self._accumulated_s(block),
+            backward_s=backward_s,
             weights_s=block.weights_s + self._accumulated_s(block),
-            backward_host_s=block.backward_host_s + block.forward_host_s * (again_s > 0),
-            recompute_s=again_s,
+            backward_host_s=backward_host_s,
+            recompute_s=max(again_s, backward_host_s - backward_s - backward_link_s) if again_s else 0.0,
             forward_link_s=forward_link_s,
             backward_link_s=backward_link_s,
             gathered_s=self._exchanged_s(ALL_GATHER, block, self.precision.work),
@@ -331,6 +339,12 @@ class Training:
     def _is_apart(self) -> bool:
         """Gradients of weights are passes of their own."""
         return self.split.schedule in APART
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Messages are asked for ahead, and what is sent is held until the end of the step
+        (``_PipelineScheduleRuntime`` of ``torch.distributed.pipelining``)."""
+        return self.split.chunks > 1 or self._is_apart
 
     def _next(self, kind: str, place: int) -> int:
         """Where the result of a pass goes; nowhere: -1."""
@@ -494,7 +508,7 @@ class Training:
         Only messages within a machine, to one neighbour, were seen to: others are taken to cost nothing.
         """
         stages, schedule = self.split.pipeline, self.split.schedule
-        if not self._is_inside or stages == 1 or (self.split.chunks == 1 and not self._is_apart):
+        if not self._is_inside or stages == 1 or not self._is_ahead:
             return 0.0
         between: dict[tuple[int, int], list[tuple[float, int]]] = {}
         for name, end_s in ends.items():
@@ -565,7 +579,7 @@ class Training:
         message = block.parameters * (precision.work + precision.gradient) if split.zero >= 2 else 0.0
         buckets = sums.parameters[-1] * (precision.copies or precision.gradient * self._is_ddp)
         received = 2 * split.chunks - (stage == 0) - (stage == split.pipeline - 1)
-        received *= split.parts * self._sent_bytes * self.framework.receives_apart
+        received *= split.parts * self._sent_bytes * self.framework.receives_apart * (1 + self._is_ahead)
         # Where gradients of weights are put off, nothing of the pass is freed before them.
         gone = 0.0 if self._is_apart else sums.kept[end] - sums.kept[i + 1]
         late = sums.late[end] - sums.late[i + 1]
