@@ -267,7 +267,7 @@ NANOTRON_STALL_S = 0.31
 NANOTRON_EFA = replace(NETWORKS["efa"], hop_s=50e-6)
 #: Fitted to the models of vTrain that are 1,024 wide: 3.5 ms for a layer with its recomputation, whatever its
 #: size, 4.2 on 8 ranks; by tensor-parallel ranks. Those that are 2,048 wide set nothing.
-VTRAIN_LAYER_HOST_S = {1: 2.6e-3, 2: 2.6e-3, 4: 2.6e-3, 8: 3.2e-3}
+VTRAIN_LAYER_HOST_S = {1: 2.3e-3, 2: 2.3e-3, 4: 2.3e-3, 8: 3.0e-3}
 
 
 @cache
