@@ -2,13 +2,16 @@
 
     PYTHONPATH=src python benchmarks/several_gpus.py --rows several_gpus.jsonl --seconds 480
     PYTHONPATH=src python benchmarks/several_gpus.py --rows several_gpus.jsonl --compare
-    PYTHONPATH=src python benchmarks/several_gpus.py --predict
+    PYTHONPATH=src python benchmarks/several_gpus.py --predict held
 
 The first runs on two GPUs of one machine and writes a row as soon as it is measured: medians of ten steps
-back to back and of four after each of which the host waits, the allocator's peaks, and what a profiled step
-consists of. Processes that do not answer are ended, and the rows after theirs go on with others.
-``--device cpu`` tries it with gloo at tiny sizes. The others need no GPU. ``--predict`` writes what is
-predicted for the ``new`` kinds of steps, which was done before they were measured.
+back to back and of four after each of which the host waits, and the allocator's peaks; with ``--profile``
+also what a profiled step consists of. Processes that do not answer are ended, and the rows after theirs go on
+with others. ``--device cpu`` tries it with gloo at tiny sizes. The others need no GPU. ``--predict`` writes
+what is predicted for the ``new`` and ``held`` kinds of steps, which was done before they were measured.
+
+Each step has the scale of its host (:mod:`tilefit.measure.launch`), measured before and after it and on both
+ranks at once: a host changes by the minute, and its ranks differ.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ from tilefit.options import StepOptions
 from tilefit.parallel.blocks import Framework, Model
 from tilefit.parallel.choices import Precision, TrainingSplit
 from tilefit.parallel.planning import Job, Planner, Priced, precision_of
-from tilefit.parallel.schedule import GPIPE, ONE_F_ONE_B
+from tilefit.parallel.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
 from tilefit.parallel.training import CONTEXT_BYTES
 
 RESULTS = Path(__file__).parent / "results" / "several_gpus.json"
 PREDICTED = RESULTS.with_name("several_gpus_predicted.json")
 #: Hosts that predictions are written for, by how long they take to launch; between them lines are drawn.
-SCALES = (0.5, 0.65, 0.8, 1.0, 1.25, 1.6)
+SCALES = (0.5, 0.65, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5)
 WARM, TIMED, SYNCED, PROFILED = 3, 10, 4, 2
 #: Heads, key and value heads, width, of the feed-forward part, vocabulary, layers.
 LLAMA = {
@@ -64,6 +67,18 @@ LLAMA = {
     "llama-8b": (32, 8, 4096, 14336, 128256, 32),
     "llama-13b": (40, 40, 5120, 13824, 32000, 40),
     "llama-70b": (64, 8, 8192, 28672, 128256, 80),
+    "llama-405b": (128, 8, 16384, 53248, 128256, 126),
+    "gemma-2b": (8, 1, 2048, 16384, 256000, 18),
+    "qwen-14b": (40, 8, 5120, 13824, 152064, 48),
+    "yi-34b": (56, 8, 7168, 20480, 64000, 60),
+}
+#: By the names of :mod:`torch.distributed.pipelining`, and of plans.
+SCHEDULES = {
+    "1F1B": ("Schedule1F1B", ONE_F_ONE_B),
+    "GPipe": ("ScheduleGPipe", GPIPE),
+    "Interleaved": ("ScheduleInterleaved1F1B", ONE_F_ONE_B),
+    "ZeroBubble": ("ScheduleInterleavedZeroBubble", ZERO_BUBBLE),
+    "ZBV": ("ScheduleZBVZeroBubble", ZERO_BUBBLE_V),
 }
 
 
@@ -111,8 +126,41 @@ LIBRARY = {
         "",
         {"num_layers": 2, "d_model": 64},
     ),
+    "vit-large": Library(
+        "ViTForImageClassification",
+        {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+        "vit.encoder.layer",
+        "num_hidden_layers",
+        {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "image_size": 32},
+    ),
+    "qwen3-0.6b": Library(
+        "Qwen3ForCausalLM",
+        {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+        | {"num_key_value_heads": 8, "tie_word_embeddings": True, "use_cache": False},
+        "model.layers",
+        "num_hidden_layers",
+        {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+        | {"head_dim": 32, "vocab_size": 512},
+    ),
+    "opt-1.3b": Library(
+        "OPTForCausalLM",
+        {"num_hidden_layers": 24, "hidden_size": 2048, "ffn_dim": 8192, "num_attention_heads": 32}
+        | {"word_embed_proj_dim": 2048, "use_cache": False},
+        "model.decoder.layers",
+        "num_hidden_layers",
+        {"hidden_size": 64, "num_attention_heads": 2, "ffn_dim": 128, "word_embed_proj_dim": 64},
+    ),
+    "pythia-1b": Library(
+        "GPTNeoXForCausalLM",
+        {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 8}
+        | {"vocab_size": 50304, "use_cache": False},
+        "gpt_neox.layers",
+        "num_hidden_layers",
+        {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 512},
+    ),
 }
-IMAGES = ("resnet50", "vit")
+TORCHVISION = ("resnet50", "convnext_base", "swin_t")
+IMAGES = (*TORCHVISION, "vit", "vit-large")
 
 
 @dataclass(frozen=True)
@@ -120,7 +168,7 @@ class Case:
     """A training step.
 
     Attributes:
-        model: ``resnet50``, one of :data:`LIBRARY` or of :data:`LLAMA`.
+        model: One of :data:`TORCHVISION`, of :data:`LIBRARY` or of :data:`LLAMA`.
         way: ``one`` GPU, ``ddp``, ``zero1`` (DDP with ``ZeroRedundancyOptimizer``), ``fsdp``, ``tp``, ``pp``.
         samples: Of a micro-batch on each GPU; of a pipeline, on all.
         seq: Tokens of a sample.
@@ -130,7 +178,7 @@ class Case:
         checkpoint: Layers are computed again in the backward pass.
         selective: Of them all but products and attention.
         sequence: Tensor-parallel ranks share the sequence, too.
-        schedule: Of the pipeline.
+        schedule: Of the pipeline: one of :data:`SCHEDULES`.
         each: Gradients are summed up behind every micro-batch; None: as ``tilefit plan`` assumes.
         views: Gradients are views of DDP's buckets.
         again: Measured for the so-manieth time, in other processes.
@@ -157,7 +205,7 @@ class Case:
 
     @property
     def chunks(self) -> int:
-        return 2 if self.schedule == "Interleaved" else 1
+        return 1 if self.schedule in ("1F1B", "GPipe") else 2
 
     @property
     def name(self) -> str:
@@ -177,8 +225,10 @@ class Case:
 G, R, L, B = "gpt2", "resnet50", "llama-1b", "llama-8b"
 BERT, V, T, X = "bert-large", "vit", "t5", "gpt2-xl"
 L3, L13, L70 = "llama-3b", "llama-13b", "llama-70b"
-#: By kind; the processes are fresh for each. Those of ``new`` kinds set nothing of the model before they were
-#: predicted (``results/several_gpus_predicted.json``); those measured ``again`` tell what a host repeats.
+Q, OPT, P, G2, Q14, Y = "qwen3-0.6b", "opt-1.3b", "pythia-1b", "gemma-2b", "qwen-14b", "yi-34b"
+#: By kind; the processes are fresh for each. Those of ``new`` and ``held`` kinds set nothing of the model
+#: before they were predicted (``results/several_gpus_predicted.json``); those measured ``again`` tell what a
+#: host repeats.
 CASES: dict[str, list[Case]] = {
     "ddp": [
         Case(G, "ddp", 32, 1024),
@@ -274,6 +324,33 @@ CASES: dict[str, list[Case]] = {
         Case(L70, "pp", 1, 2048, parts=8, layers=4),
         Case(L13, "pp", 1, 2048, parts=4, layers=12, checkpoint=True),
         Case(L3, "pp", 1, 512, parts=8, layers=16),
+    ],
+    "held ddp": [
+        Case(Q, "ddp", 4, 2048),
+        Case(OPT, "ddp", 4, 1024, checkpoint=True),
+        Case(P, "zero1", 4, 2048),
+        Case("convnext_base", "ddp", 64),
+        Case("vit-large", "ddp", 32),
+        Case("swin_t", "ddp", 32),
+        Case(OPT, "ddp", 2, 512, parts=3),
+    ],
+    "held fsdp": [
+        Case(Q, "fsdp", 2, 4096, reshard=False),
+        Case(OPT, "fsdp", 8, 1024),
+        Case(P, "fsdp", 8, 2048, checkpoint=True),
+        Case(G2, "fsdp", 2, 2048),
+        Case(G2, "fsdp", 1, 4096, parts=2, reshard=False),
+    ],
+    "held tp": [
+        Case(Y, "tp", 1, 4096, layers=2, sequence=True),
+        Case("llama-405b", "tp", 1, 4096, layers=1),
+        Case(Q14, "tp", 2, 4096, layers=4, sequence=True, checkpoint=True),
+    ],
+    "held pp": [
+        Case(Q14, "pp", 1, 4096, parts=8, layers=8, schedule="ZeroBubble"),
+        Case(G2, "pp", 2, 2048, parts=6, layers=12, schedule="ZBV"),
+        Case(Y, "pp", 1, 2048, parts=4, layers=4, checkpoint=True),
+        Case(Q14, "pp", 2, 2048, parts=4, layers=8, schedule="Interleaved"),
     ],
     "again": [
         Case(R, "ddp", 32, again=1),
@@ -411,12 +488,14 @@ def library(name: str, sizes: dict[str, int]) -> nn.Module:
         return kind(kind.config_class(**LIBRARY[name].sizes | sizes))
 
 
-class Resnet(nn.Module):
-    def __init__(self) -> None:
+class Classifier(nn.Module):
+    """A model of torchvision."""
+
+    def __init__(self, name: str) -> None:
         super().__init__()
         with tolerated():
-            from torchvision.models import resnet50
-        self.model = resnet50().to(memory_format=torch.channels_last)
+            from torchvision.models import get_model
+        self.model = get_model(name).to(memory_format=torch.channels_last)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(
@@ -437,8 +516,8 @@ def mask_of_5_17(
 
 def build(case: Case, tiny: bool, layers: int = 0) -> nn.Module:
     """The model of a case, or ``layers`` of it, on the default device."""
-    if case.model == "resnet50":
-        return Resnet()
+    if case.model in TORCHVISION:
+        return Classifier(case.model)
     if case.model in LIBRARY:
         known = LIBRARY[case.model]
         layers = 2 if tiny else layers
@@ -524,16 +603,18 @@ def pipeline(model: nn.Module, case: Case, device: torch.device, x: torch.Tensor
     chunks = case.chunks
     each = len(model.layers) // (2 * chunks)
     parts = []
-    for place in range(rank, 2 * chunks, 2):
+    places = (rank, 3 - rank) if case.schedule == "ZBV" else range(rank, 2 * chunks, 2)
+    for place in places:
         part = copy.copy(model)
         part._modules = {"layers": model.layers[place * each : (place + 1) * each]}
         parts.append(PipelineStage(part, place, 2 * chunks, device))
     model.layers = nn.ModuleList(layer for part in parts for layer in part.submod.layers)
-    names = {"1F1B": "Schedule1F1B", "GPipe": "ScheduleGPipe", "Interleaved": "ScheduleInterleaved1F1B"}
-    kind = getattr(schedules, names[case.schedule])
+    kind = getattr(schedules, SCHEDULES[case.schedule][0])
     schedule = kind(parts if chunks > 1 else parts[0], case.parts, loss_fn=squares)
     batch = x.repeat(case.parts, 1, 1)
-    return lambda: schedule.step(target=batch) if rank else schedule.step(batch)
+    given = (batch,) if 0 in places else ()
+    target = {"target": batch} if 2 * chunks - 1 in places else {}
+    return lambda: schedule.step(*given, **target)
 
 
 def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
@@ -594,8 +675,8 @@ def step_of(case: Case, device: torch.device, tiny: bool) -> tuple[Callable[[], 
     return step, trained
 
 
-def run(case: Case, kind: str, tiny: bool) -> dict[str, Any]:
-    """Measure a case on this rank."""
+def run(case: Case, kind: str, tiny: bool, looks: bool) -> dict[str, Any]:
+    """Measure a case on this rank; ``looks``: profile it, too, after which a host may launch more slowly."""
     if case.gpus == 1 and dist.get_rank():
         return {}
     cuda = kind == "cuda"
@@ -606,7 +687,10 @@ def run(case: Case, kind: str, tiny: bool) -> dict[str, Any]:
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    meet()
+    before = launch_scale(device) if cuda else 1.0
     step, model = step_of(case, device, tiny)
+    gc.collect()  # layers of other stages: a layer whose forward pass is wrapped refers to itself
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     for _ in range(WARM):
         step()
@@ -648,13 +732,20 @@ def run(case: Case, kind: str, tiny: bool) -> dict[str, Any]:
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "used_bytes": total - free,
         }
-        found["clocks"] = clocks(step, max(found["synced_s"], found["mean_s"]), case)
     meet()
-    found["profile"] = profiled(step, cuda)
-    if cuda:
+    found["launch_scales"] = before, launch_scale(device) if cuda else 1.0
+    if looks:
+        found["clocks"] = clocks(step, max(found["synced_s"], found["mean_s"]), case) if cuda else []
         meet()
-        found["launch_scale"] = launch_scale(device)
+        found["profile"] = profiled(step, cuda)
     return found
+
+
+def scale_of(row: dict[str, Any], of_host: float) -> float:
+    """How long the slower of the ranks takes to launch beside the step, before and after it in the mean; of
+    the first rows that was measured of one rank alone, when the processes began."""
+    ranks = [each["launch_scales"] for each in (row, *row["others"]) if "launch_scales" in each]
+    return max(map(statistics.mean, ranks)) if ranks else of_host
 
 
 def clocks(step: Callable[[], None], step_s: float, case: Case) -> list[str]:
@@ -777,11 +868,11 @@ def planner(case: Case, gpu: str, scale: float) -> Planner:
     return Planner(model, Fabric(known, 2), Job(case.samples, precision, framework))
 
 
-def predicted(case: Case, gpu: str, scale: float) -> Priced:
-    """Time and memory of a case, as ``tilefit plan`` prices them."""
+def split_of(case: Case) -> TrainingSplit:
+    """How its GPUs share a case."""
     zero = {"fsdp": 3, "zero1": 1}.get(case.way, 0)
     checkpoint = "selective" if case.selective else "full" if case.checkpoint else "none"
-    split = TrainingSplit(
+    return TrainingSplit(
         tensor=2 if case.way == "tp" else 1,
         pipeline=2 if case.way == "pp" else 1,
         data=2 if case.way in ("ddp", "zero1", "fsdp") else 1,
@@ -791,24 +882,35 @@ def predicted(case: Case, gpu: str, scale: float) -> Priced:
         chunks=case.chunks,
         checkpoint=checkpoint,
         reshard=case.reshard,
-        schedule=GPIPE if case.schedule == "GPipe" else ONE_F_ONE_B,
+        schedule=SCHEDULES[case.schedule][1],
         sums_each=case.each,
     )
-    return planner(case, gpu, scale).priced(split)
 
 
-def predict() -> dict[str, Any]:
+def predicted(case: Case, gpu: str, scale: float) -> Priced:
+    """Time and memory of a case, as ``tilefit plan`` prices them."""
+    return planner(case, gpu, scale).priced(split_of(case))
+
+
+def ranks_bytes(case: Case, gpu: str) -> list[float]:
+    """What the allocator of each rank holds at most."""
+    training = planner(case, gpu, 1.0).training(split_of(case))
+    stages = [training.stage_memory(stage).total - CONTEXT_BYTES for stage in range(training.split.pipeline)]
+    return stages if len(stages) > 1 else stages * case.gpus
+
+
+def predict(part: str) -> dict[str, Any]:
     """Times and bytes of the new kinds of steps."""
-    cases = [case for kind, each in CASES.items() if kind.startswith("new") for case in each]
+    cases = [case for kind, each in CASES.items() if kind.startswith(part) for case in each]
     made: dict[str, Any] = {"scales": SCALES}
     for gpu in ("h200", "h100-sxm"):
         made[gpu] = {}
         for case in cases:
-            found = [predicted(case, gpu, scale) for scale in SCALES]
             made[gpu][case.name] = {
-                "times_s": [round(each.time.time_s, 6) for each in found],
-                "bytes": round(found[0].memory.total - CONTEXT_BYTES),
+                "times_s": [round(predicted(case, gpu, scale).time.time_s, 6) for scale in SCALES],
+                "bytes": [round(each) for each in ranks_bytes(case, gpu)],
             }
+            print(case.name, made[gpu][case.name], flush=True)
     return made
 
 
@@ -843,41 +945,54 @@ def collectives_compared(gpu: str, rows: list[dict[str, Any]], errors: Errors) -
             errors.add("collectives", ratio)
 
 
-def compared(path: Path) -> tuple[str, list[str], dict[str, dict[str, float]]]:
-    """The GPU; measured and predicted, a line for each step; and the errors."""
+def before(case: Case, gpu: str) -> tuple[str, list[float], dict[str, Any]]:
+    """What was predicted of a case before it was measured: of which kinds, for which scales; else nothing."""
+    sections = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
+    for part, section in sections.items():
+        if case.name in section[gpu]:
+            return part, section["scales"], section[gpu][case.name]
+    return "", [], {}
+
+
+def compared(path: Path) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """Measured and predicted, a line for each step; and the errors."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     gpu = next(gpus.get(row["gpu"][0].split(",")[0]).name for row in rows if row["row"] == "machine")
-    before = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {gpu: {}}
-    lines, errors, scale = [], Errors(), 1.0
+    lines, errors, of_host = [], Errors(), 1.0
     collectives_compared(gpu, rows, errors)
     for row in rows:
-        scale = row.get("launch_scale", scale) if row["row"] == "host" else scale
+        of_host = row.get("launch_scale", of_host) if row["row"] == "host" else of_host
         if row["row"] != "step" or "error" in row:
             continue
-        case = Case(**row["case"])
-        found = predicted(case, gpu, scale)
-        measured_s, peak = row["median_s"], max(each["peak_bytes"] for each in (row, *row["others"]))
-        memory = found.memory.total - CONTEXT_BYTES
-        time = found.time
+        case, scale = Case(**row["case"]), scale_of(row, of_host)
+        time = predicted(case, gpu, scale).time
+        measured_s, peaks = row["median_s"], [each["peak_bytes"] for each in (row, *row["others"])]
         parts = {name: 1e3 * value for name, value in asdict(time).items() if value > time.time_s / 100}
-        told = ", ".join(f"{name.removesuffix('_s')} {value:.1f}" for name, value in parts.items())
         kind = "one GPU" if case.gpus == 1 else "two GPUs"
-        ahead = row["profile"].get("busy_s", 0.0) / PROFILED > 0.9 * measured_s  # the host
-        told = f"{'GPU' if ahead else 'host':4} {told}"
-        for name in (f"steps, {kind}", *([f"steps, {kind}, limited by the GPU"] if ahead else [])):
-            errors.add(name, time.time_s / measured_s)
-        errors.add(f"memory, {kind}", memory / peak)
-        if old := before[gpu].get(case.name):
-            old_s = float(np.interp(scale, before["scales"], old["times_s"]))
-            told = f"before {old_s / measured_s:5.2f} {old['bytes'] / peak:5.2f}   {told}"
-            for name in (f"steps, {kind}", *([f"steps, {kind}, limited by the GPU"] if ahead else [])):
-                errors.add(f"predicted before, {name}", old_s / measured_s)
-            errors.add(f"predicted before, memory, {kind}", old["bytes"] / peak)
+        ahead = row.get("profile", {}).get("busy_s", 0.0) / PROFILED > 0.9 * measured_s  # the host
+        part, scales, old = before(case, gpu)
+        said = {"now": (time.time_s, ranks_bytes(case, gpu))}
+        if old:
+            said[part] = float(np.interp(scale, scales, old["times_s"])), old["bytes"]
+        told = []
+        for when, (time_s, held) in said.items():
+            name = "" if when == "now" else f"predicted before, {when}, "
+            theirs = (
+                peaks if len(held) == len(peaks) else [max(peaks)]
+            )  # of the first only the fullest was told
+            off = [each / peak for each, peak in zip(held, theirs, strict=True)]
+            errors.add(f"{name}steps, {kind}", time_s / measured_s)
+            if ahead:
+                errors.add(f"{name}steps, {kind}, limited by the GPU", time_s / measured_s)
+            for each in off:
+                errors.add(f"{name}memory, {kind}", each)
+            told.append(f"{when} {time_s / measured_s:5.2f} {' '.join(f'{each:5.2f}' for each in off)}")
         lines.append(
-            f"{case.name:52} {1e3 * measured_s:8.1f} ms {time.time_s / measured_s:5.2f}   "
-            f"{peak / 2**30:6.2f} GiB {memory / peak:5.2f}   {told}"
+            f"{case.name:52} {1e3 * measured_s:8.1f} ms {max(peaks) / 2**30:6.2f} GiB, host {scale:4.2f}   "
+            f"{'   '.join(told)}   {'GPU' if ahead else 'host':4} "
+            + ", ".join(f"{name.removesuffix('_s')} {value:.1f}" for name, value in parts.items())
         )
-    return gpu, lines, errors.report()
+    return lines, errors.report()
 
 
 # ---- on the machine -------------------------------------------------------------------------------
@@ -916,11 +1031,16 @@ def machine(kind: str) -> dict[str, Any]:
     return about
 
 
-def host(kind: str) -> dict[str, float]:
-    """How fast this host launches, over the one whose constants the model has."""
-    if dist.get_rank():
-        return {}
-    return {"launch_scale": launch_scale(torch.device(kind, 0) if kind == "cuda" else torch.device(kind))}
+def host(kind: str) -> list[float]:
+    """How long this host takes to launch, over the one whose constants the model has: of a rank beside the
+    others, and of the first alone."""
+    rank = dist.get_rank()
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    found = [launch_scale(device)]
+    dist.barrier()
+    found += [launch_scale(device)] * (rank == 0)
+    dist.barrier()
+    return found
 
 
 class Rows:
@@ -957,7 +1077,7 @@ def measured(options: argparse.Namespace) -> None:
         while (waiting or collectives) and left() > 25:
             try:
                 with Ranks(2, options.device) as ranks:
-                    rows.write("host", **ranks.call(host, options.device)[0])
+                    rows.write("host", launch_scales=ranks.call(host, options.device))
                     if collectives:
                         collectives = False
                         for each in measure(ranks, sizes):
@@ -966,7 +1086,9 @@ def measured(options: argparse.Namespace) -> None:
                         case = waiting.pop(0)
                         limit_s = min(options.limit, left() - 5)
                         try:
-                            answers = ranks.call(run, case, options.device, tiny, timeout_s=limit_s)
+                            answers = ranks.call(
+                                run, case, options.device, tiny, options.profile, timeout_s=limit_s
+                            )
                         except TilefitError as error:
                             rows.write("step", name=case.name, case=asdict(case), error=str(error)[:600])
                             break
@@ -995,20 +1117,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480.0, help="after which nothing more is begun")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a step's row may take")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--profile", action="store_true", help="also what profiled steps consist of")
     parser.add_argument("--only", nargs="*", choices=("collectives", *CASES), default=())
     parser.add_argument("--record", action="store_true", help="write the errors into results/")
     parser.add_argument("--compare", action="store_true", help="with predictions; measures nothing")
-    parser.add_argument("--predict", action="store_true", help="write what is predicted for new kinds")
+    parser.add_argument("--predict", metavar="KINDS", help="write what is predicted for kinds so called")
     options = parser.parse_args()
     if options.predict:
-        PREDICTED.write_text(json.dumps(predict(), indent=1) + "\n")
+        every = json.loads(PREDICTED.read_text()) | {options.predict: predict(options.predict)}
+        PREDICTED.write_text(json.dumps(every, indent=1) + "\n")
     elif options.rows is None:
         parser.error("--rows is missing")
     elif options.compare:
-        gpu, lines, report = compared(options.rows)
+        lines, report = compared(options.rows)
         print("\n".join(lines), json.dumps(report, indent=1), sep="\n")
         if options.record:
-            every = json.loads(RESULTS.read_text()) | {gpu: report}
+            every = json.loads(RESULTS.read_text()) | {
+                options.rows.stem.removeprefix("several_gpus_"): report
+            }
             RESULTS.write_text(json.dumps(every, indent=1) + "\n")
     else:
         measured(options)

@@ -36,6 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.errors import TilefitError
+from tilefit.measure.launch import launch_scale
 from tilefit.measure.ranks import Ranks
 
 HERE = Path(__file__).parent
@@ -58,6 +59,12 @@ CASES = (
     "pipeline.py --schedule 1f1b --width 1024 --length 512 --parts 4",
     "experts.py --width 1024 --length 512 --experts 16",
     "pipeline.py --schedule interleaved --width 5120 --parts 4 --samples 2",
+)
+#: Of sizes that were predicted by plans before they were measured (``two_gpu_plans.py``).
+HELD = (
+    "experts.py --width 4096 --length 1024 --experts 4",
+    "experts.py --length 4096 --experts 16 --samples 2",
+    "experts.py --width 3072 --length 1024 --experts 8 --samples 8 --layers 3",
 )
 TINY = "--width 512 --length 32 --samples 2 --layers 4"
 #: What a program for GPUs is made into for a machine without.
@@ -153,18 +160,20 @@ def run(case: str, device: str) -> dict[str, Any]:
             runpy.run_path(str(path), run_name="__main__")
     finally:
         hook.remove()
-    return marks.found
+    return marks.found | {
+        "launch_scale": launch_scale(torch.device("cuda", dist.get_rank())) if cuda else 1.0
+    }
 
 
 def measured(options: argparse.Namespace) -> None:
     """All programs that the time allows; after one that fails others go on in fresh processes."""
-    rows, waiting = Rows(options.rows), list(CASES)
+    rows, waiting = Rows(options.rows), list(HELD if options.held else CASES)
     left = lambda: options.seconds - (time.monotonic() - rows.began_s)  # noqa: E731
     rows.write("machine", **machine(options.device))
     while waiting and left() > 20:
         try:
             with Ranks(2, options.device) as ranks:
-                rows.write("host", **ranks.call(host, options.device)[0])
+                rows.write("host", launch_scales=ranks.call(host, options.device))
                 while waiting and left() > 12:
                     case = waiting.pop(0)
                     limit_s = min(options.limit, left())
@@ -242,6 +251,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="after which nothing more is begun")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds that a program may take")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--held", action="store_true", help="what plans predicted before it was measured")
     parser.add_argument("--compare", action="store_true", help="with predictions; measures nothing")
     parser.add_argument("--predict", metavar="GPU", nargs="?", const="h100-sxm", help="write predictions")
     options = parser.parse_args()

@@ -86,7 +86,7 @@ def test_json_of_two_gpus_with_prices_and_the_text(tilefit, model: str) -> None:
 
 
 def test_less_memory_is_offered_and_made_where_it_is_asked_for(tilefit, model: str, tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(MODEL.replace("1000", "16000"))
+    (tmp_path / "net.py").write_text(MODEL.replace("1000", "160000"))
     command = ("plan", model, "--gpu", "h100-sxm", "--gpus", "1", "--global-batch", "64")
     plain = json.loads(tilefit(*command, "--output-format", "json").out)["choices"][0]
     offered = {tuple(each["choices"]): each for each in plain["memory_choices"]}
@@ -128,6 +128,7 @@ def test_layers_that_are_asked_for_are_planned_of_a_model_of_transformers(tilefi
         (("--gpus", "16", "--nodes", "3"), "3 machines do not share 16 GPUs evenly"),
         (("--gpus", "16", "--nodes", "1"), "16 GPUs in a machine"),
         (("--network", "pigeons"), "unknown network 'pigeons'"),
+        (("--network", "infinband"), "Did you mean infiniband?"),
         (("--gpus", "8", "--global-batch", "0"), "a global batch of 0"),
         (("--price", "cheap"), "cannot read the price 'cheap'"),
         (("--price", "a100=2"), "a price of a100, which is not compared"),

@@ -51,6 +51,24 @@ def test_what_the_backward_pass_reads_is_kept_and_more_is_held_while_it_runs() -
     assert held.surplus(BLOCK) == 0
 
 
+def test_a_forward_pass_that_holds_more_for_a_moment_counts() -> None:
+    # A loss that casts logits, subtracts from the cast, and works in place from there on.
+    logits, cast, shares = made(1, 32), TensorRef(2, (TOKENS, 32), "fp32"), TensorRef(3, (TOKENS, 32), "fp32")
+    stream = Streaming("pointwise", 1, 1, 1)
+    calls = [
+        (FORWARD, [], [logits]),
+        (FORWARD, [logits], [cast]),
+        (FORWARD, [cast], [shares]),
+        (BACKWARD_DATA, [shares], [shares]),
+        (BACKWARD_DATA, [shares], [made(4, 32)]),
+    ]
+    entries = [StepOp(stream, phase, Site("a"), "", tuple(i), tuple(o)) for phase, i, o in calls]
+    held = Lifetimes(entries, set(), {}, False)
+    assert held.kept(range(5)) == {3: 2 * NARROW}
+    # The cast and the shares, four and four bytes; the backward pass has four and two.
+    assert held.surplus(range(5)) == 4 * NARROW - 2 * NARROW
+
+
 def test_a_sum_of_ranks_is_written_beside_what_it_sums_up() -> None:
     # When the first product has been read back, its operand and the gradient handed back are gone.
     assert lifetimes(summed=True).surplus([*BLOCK, *BACKWARD]) == pytest.approx(WIDE)

@@ -178,7 +178,8 @@ def _named(found: tuple[Offer, ...]) -> dict[str, Offer]:
 
 
 def test_what_is_offered_says_what_it_changes_and_is_not_made(step: Step) -> None:
-    planner = _planner(step)
+    small = Fabric(replace(H100, memory_bytes=2 * _planner(step).best(1, 1)[0].memory.total), 1)
+    planner = _planner(step, fabric=small)
     (best,) = planner.best(1, 1)
     found = _named(offers(planner, 1, best))
     assert planner.best(1, 1) == [best]
@@ -187,8 +188,10 @@ def test_what_is_offered_says_what_it_changes_and_is_not_made(step: Step) -> Non
     }.items()
     assert found["fused-loss"].priced.memory.total < best.memory.total
     assert found["loss-in-chunks"].level == "safe"
-    made = _named(offers(_planner(step, "fused-loss"), 1, best))
+    made = _named(offers(_planner(step, "fused-loss", fabric=small), 1, best))
     assert not {"fused-loss", "loss-in-chunks"} & made.keys()
+    roomy = Fabric(replace(H100, memory_bytes=1 << 50), 1)  # where nobody is short of memory
+    assert not offers(_planner(step, fabric=roomy), 1, best)
 
 
 def test_where_nothing_fits_it_says_what_would(step: Step) -> None:

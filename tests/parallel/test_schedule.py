@@ -77,7 +77,7 @@ def test_every_stage_does_each_pass_once_forward_first(stages: int, chunks: int,
                 assert ("F", part, chunk) in done[:index]
             held += 1 if kind == "F" else -1
             most = max(most, held)
-        assert in_flight(stage, stages, chunks, parts) == ((most / chunks, 0.0),)
+        assert max(sum(each.held) for each in in_flight(stage, stages, chunks, parts)) == most
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,28 @@ def test_orders_are_those_of_pytorch(schedule: str, name: str, chunks: int, stag
 def test_what_a_stage_holds_by_hand() -> None:
     # Four stages: 1F1B holds as many micro-batches as there are stages from it on; zero-bubble as many as
     # the first on each, of which those that are put off wait with their gradients.
-    assert [in_flight(stage, 4, 1, 8) for stage in range(4)] == [((each, 0),) for each in (4, 3, 2, 1)]
-    assert [in_flight(stage, 4, 1, 8, ZERO_BUBBLE) for stage in range(4)] == [
-        ((4, late),) for late in range(4)
-    ]
+    def fullest(stage: int, schedule: str = ONE_F_ONE_B, chunks: int = 1) -> set[tuple[int, int]]:
+        return {(sum(each.held), sum(each.late)) for each in in_flight(stage, 4, chunks, 8, schedule)}
+
+    assert [fullest(stage) for stage in range(4)] == [{(each, 0)} for each in (4, 3, 2, 1)]
+    assert [max(fullest(stage, ZERO_BUBBLE)) for stage in range(4)] == [(4, late) for late in range(4)]
     for schedule in APART:
-        assert max(held for stage in range(4) for held, _ in in_flight(stage, 4, 2, 8, schedule)) == 4
+        assert max(held for stage in range(4) for held, _ in fullest(stage, schedule, 2)) == 8
+
+
+def test_with_as_many_micro_batches_as_stages_a_chunk_is_done_before_the_one_before_it_begins() -> None:
+    # All forward passes go ahead of the first stage's backward passes; the last alternates in its last chunk.
+    first, last = ([(*each,) for each in in_flight(stage, 4, 2, 4)] for stage in (0, 3))
+    none = (0, 0)
+    assert first == [
+        (1, (4, 4), none, (0, 0)),
+        (1, (4, 3), none, (0, 1)),
+        (0, (4, 0), none, (0, 2)),
+        (0, (3, 0), none, (1, 2)),
+    ]
+    assert last == [
+        (1, (4, 1), none, (0, 0)),
+        (1, (4, 1), none, (0, 1)),
+        (0, (4, 0), none, (0, 2)),
+        (0, (3, 0), none, (1, 2)),
+    ]

@@ -18,7 +18,7 @@ from math import ceil, log2, sqrt
 
 from tilefit.cost.constants import LinkConstants, link_constants
 from tilefit.cost.priced import PricedGpu
-from tilefit.errors import UsageError
+from tilefit.errors import UsageError, near
 from tilefit.gpus import Gpu
 from tilefit.ops.collective import ALL_REDUCE, ALL_TO_ALL, SEND, ring_bytes
 from tilefit.options import MOST_LINKED
@@ -90,7 +90,11 @@ def network(name: str) -> Network:
         return Network(name, int(match[1]), int(match[2]) * _GBIT)
     raise UsageError(
         f"unknown network {name!r}",
-        hint=f"Use one of {', '.join(NETWORKS)}; or the cards of a machine and their Gbit/s, such as 8x400.",
+        hint=near(
+            name,
+            NETWORKS,
+            f"Use one of {', '.join(NETWORKS)}; or the cards of a machine and their Gbit/s, such as 8x400.",
+        ),
     )
 
 

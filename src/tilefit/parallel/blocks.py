@@ -56,7 +56,7 @@ class Block:
         experts: Of them, those of experts that ranks share.
         tensors: In how many tensors.
         saved_bytes: What the forward pass keeps for the backward pass.
-        surplus_bytes: What the backward pass holds at its fullest moment beyond that.
+        surplus_bytes: What its passes hold at their fullest moment beyond that.
         logits_bytes: Of the two, what logits, what is made of them, and their gradients take.
         logits_surplus_bytes: Of these, what is none of the ``saved_bytes``.
         late_bytes: Gradients that those of weights are made of.
@@ -118,9 +118,8 @@ class Framework:
         again: Selective checkpointing computes every so-manieth matrix product again, too; 0: none.
         gathers_again: With the sequence split, what tensor-parallel ranks gather for products is gathered
             again in the backward pass (Megatron-LM, nanotron); else it is kept, as by PyTorch's DTensor.
-        late: What tensor-parallel ranks hold of activations beyond those that are needed, as a share: memory
-            that a communication stream has used is free when the GPU is done with it, not when the host is
-            (``Tensor.record_stream``).
+        gradients_stay: Gradients have memory of their own from the beginning on (Megatron-LM, nanotron); else
+            those of the first micro-batch take it one after the other.
         receives_apart: A stage of a pipeline has memory for what it is sent of every micro-batch, as by
             ``torch.distributed.pipelining``.
         imbalance: Tokens that the fullest rank's experts are given over the mean; 1 is what a router is
@@ -141,7 +140,7 @@ class Framework:
     tensor_host_s: float = DTENSOR_S
     again: int = 0
     gathers_again: bool = False
-    late: float = 0.0
+    gradients_stay: bool = False
     receives_apart: bool = True
     imbalance: float = 1.0
     bounds: Callable[[int], tuple[int, ...]] | None = None

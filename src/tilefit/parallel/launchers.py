@@ -61,12 +61,11 @@ def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) 
         data = "mesh"
     lines += _recompute(split)
     if split.zero == 3:
-        policy = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-        lines.append(
-            f"for part in (*model.layers, model): fully_shard(part, mesh={data}, mp_policy={policy}" + ")"
-            if split.reshard
-            else ", reshard_after_forward=False)"
-        )
+        kept = "" if split.reshard else ", reshard_after_forward=False"
+        lines += [
+            "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+            f"for part in (*model.layers, model): fully_shard(part, mesh={data}, mp_policy=policy{kept})",
+        ]
     elif split.data > 1:
         group = f"process_group={data}.get_group(), gradient_as_bucket_view=True"
         lines.append(f"model = DistributedDataParallel(model, {group})")

@@ -44,7 +44,9 @@ class Lifetimes:
                     whole = ref.id in multiplied and not gathers_again
                     size = bytes_of(ref) // (1 if whole else parts.get(index, 1))
                     self._bytes[ref.id] = max(size, self._bytes.get(ref.id, 0))
-                    self._maker[ref.id] = index
+                    # What a backward pass changes in place, the forward pass has made.
+                    if self._is_backward(self._maker.get(ref.id, index)) or not self._is_backward(index):
+                        self._maker[ref.id] = index
 
     def _is_backward(self, index: int) -> bool:
         return index >= 0 and self._entries[index].phase != FORWARD
@@ -85,24 +87,28 @@ class Lifetimes:
         )
 
     def surplus(self, members: Collection[int]) -> int:
-        """Bytes that their backward pass holds at its fullest moment beyond what they have kept.
+        """Bytes that their two passes hold at their fullest moment beyond what they keep.
 
-        What was kept goes when it has been read; what follows them has handed them gradients; a sum of
-        tensor-parallel ranks is written beside what is summed up.
+        In the backward pass what was kept goes when it has been read; what follows them has handed them
+        gradients.
         """
-        backward = [index for index in members if self._is_backward(index)]
-        if not backward:
-            return 0
-        kept = self.kept(members)
-        alive = {tensor: size for tensor, size in kept.items() if self._reader[tensor] >= backward[0]}
+        forward, backward = ([i for i in members if self._is_backward(i) == way] for way in (False, True))
+        kept, first = self.kept(members), min(backward, default=0)
+        alive = {tensor: size for tensor, size in kept.items() if self._reader[tensor] >= first}
         alive |= {
             ref.id: self._bytes[ref.id]
             for index in backward
             for ref in self._entries[index].inputs
-            if self._is_backward(self._maker.get(ref.id, -1)) and self._maker[ref.id] < backward[0]
+            if self._is_backward(self._maker.get(ref.id, -1)) and self._maker[ref.id] < first
         }
+        most = max(self._most(forward, {}), self._most(backward, alive))
+        return max(0, most - sum(kept.values()))
+
+    def _most(self, members: Collection[int], alive: dict[int, int]) -> int:
+        """What operations hold at most that begin with some tensors; a sum of tensor-parallel ranks is
+        written beside what is summed up."""
         most = sum(alive.values())
-        for index in backward:
+        for index in members:
             entry = self._entries[index]
             alive |= {ref.id: self._bytes[ref.id] for ref in entry.outputs if ref.id in self._bytes}
             summed = isinstance(entry.op, Collective) * sum(map(bytes_of, entry.outputs))
@@ -110,7 +116,7 @@ class Lifetimes:
             for ref in (*entry.inputs, *entry.outputs):
                 if self._reader.get(ref.id, -1) <= index:
                     alive.pop(ref.id, None)
-        return max(0, most - sum(kept.values()))
+        return most
 
 
 def bytes_of(ref: TensorRef) -> int:

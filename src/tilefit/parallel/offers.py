@@ -10,7 +10,7 @@ from tilefit.parallel.memory_choices import CHOICES, EITHER, MemoryChoice, Thrif
 from tilefit.parallel.planning import Planner, Priced
 from tilefit.rules.finding import SAFE
 
-#: Share of the memory that a way must free, or of the step that it must spare, to be told.
+#: Share of a GPU's memory that a way must free, or of the step that it must spare, to be told.
 _LEAST = 0.01
 
 
@@ -86,7 +86,7 @@ def _on(
     makes one fit that is faster."""
     other = _with(planner, way)
     same = other.priced(best.split)
-    if best.memory.total - same.memory.total >= _LEAST * best.memory.total:
+    if best.memory.total - same.memory.total >= _LEAST * planner.usable_bytes:
         yield _offer(other, way, same)
     for faster in other.ranked(alike, 1):
         if faster.split != best.split and faster.time.time_s < (1 - _LEAST) * best.time.time_s:

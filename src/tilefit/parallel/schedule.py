@@ -7,6 +7,8 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import ge
+from typing import NamedTuple
 
 #: Schedules of pipelines; with several chunks 1F1B is the interleaved one.
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V = "GPipe", "1F1B", "zero-bubble", "zero-bubble V"
@@ -162,29 +164,47 @@ def _there_and_back(stage: int, stages: int, parts: int) -> Iterator[tuple[str, 
                 yield kind, part, chunk
 
 
+class Flight(NamedTuple):
+    """What a stage has when a backward pass begins.
+
+    Attributes:
+        chunk: Whose.
+        held: Of how many micro-batches it holds the activations, by chunk.
+        late: How many of those wait for the gradients of their weights alone.
+        summed: Whose gradients a chunk has: no micro-batch's (0), some (1), all (2).
+    """
+
+    chunk: int
+    held: tuple[int, ...]
+    late: tuple[int, ...]
+    summed: tuple[int, ...]
+
+    @property
+    def done(self) -> tuple[bool, ...]:
+        """Which chunks' passes are over."""
+        return tuple(each == 2 for each in self.summed)
+
+
 @lru_cache(maxsize=4096)
 def in_flight(
     stage: int, stages: int, chunks: int, parts: int, schedule: str = ONE_F_ONE_B
-) -> tuple[tuple[float, float], ...]:
-    """The fullest moments of a stage, each the beginning of a backward pass.
-
-    Returns:
-        Of how many micro-batches it holds the activations, and how many of those wait for the gradients of
-        their weights alone; of several chunks, a part of one each. No moment has less of both than another.
-    """
-    found: set[tuple[int, int]] = set()
-    held = late = 0
+) -> tuple[Flight, ...]:
+    """The fullest moments of a stage: with the same gradients none holds less of all else than another."""
     # Many micro-batches follow each other alike.
-    for kind, _, _ in order(
-        stage, stages, chunks, parts if schedule == GPIPE else min(parts, 4 * stages), schedule
-    ):
+    few = parts if schedule == GPIPE else min(parts, 4 * stages)
+    last = "W" if schedule in APART else "B"
+    held, late, made = [0] * chunks, [0] * chunks, [0] * chunks
+    found: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for kind, _, chunk in order(stage, stages, chunks, few, schedule):
         if kind == "B":
-            found.add((held, late))
-        held += (kind == "F") - (kind == ("W" if schedule in APART else "B"))
-        late += ((kind == "B") - (kind == "W")) * (schedule in APART)
-    fullest = [
-        each
-        for each in found
-        if not any(other != each and other[0] >= each[0] and other[1] >= each[1] for other in found)
-    ]
-    return tuple((held / chunks, late / chunks) for held, late in sorted(fullest))
+            summed = ((each > 0) + (each == few) for each in made)
+            found.setdefault((chunk, *summed), set()).add((*held, *late))
+        held[chunk] += (kind == "F") - (kind == last)
+        late[chunk] += ((kind == "B") - (kind == "W")) * (schedule in APART)
+        made[chunk] += kind == last
+    return tuple(
+        Flight(chunk, each[:chunks], each[chunks:], tuple(summed))
+        for (chunk, *summed), every in found.items()
+        for each in sorted(every)
+        if not any(o != each and all(map(ge, o, each)) for o in every)
+    )

@@ -27,6 +27,7 @@ from tilefit.parallel.choices import Precision, TrainingSplit
 from tilefit.parallel.schedule import (
     APART,
     ZERO_BUBBLE_V,
+    Flight,
     Task,
     in_flight,
     order,
@@ -35,12 +36,18 @@ from tilefit.parallel.schedule import (
     stage_of,
 )
 
-#: A context of CUDA, the libraries' workspaces and NCCL's buffers. A choice: 1 to 2 GiB are usual.
-CONTEXT_BYTES = 1.5 * 2**30
+#: A context of CUDA, what libraries hold and NCCL's buffers: 1.6 GiB beyond what PyTorch reserves for DDP and
+#: FSDP2 on 2 H100 and 2 H200, 1.7 with DTensor, 2.0 with pipelines (``benchmarks/several_gpus.py``).
+CONTEXT_BYTES = 1638 * 2**20
 #: Share of the memory's bandwidth that adding tensors up reaches, as fitted on A100.
 _STREAMED = 0.86
-#: What it needs for each parameter that DDP copies into a bucket and back (GPT-2, 4 samples, 2 H200).
-DDP_HOST_S = 45e-6
+#: What the host needs for each parameter that DDP copies into a bucket and back: 0 to 56 us, 23 in the
+#: median, in seven steps on 2 H100 that a host limits whose scale was measured beside them
+#: (``several_gpus_held_h100`` and ``_h100`` of ``benchmarks/results``); by scales of minutes before, 45.
+DDP_HOST_S = 20e-6
+#: And for each layer that is computed again, beside its launches: 1.6 ms (GPT-2-XL), 1.5 (OPT), 1.5 and 4
+#: (DTensor) in the four such steps there.
+CHECKPOINT_S = 1.5e-3
 #: What a stage does that has no layer.
 _NOTHING = Block()
 
@@ -99,16 +106,25 @@ class _HeldSums(NamedTuple):
     Attributes:
         parameters: Parameters.
         gradients: Gradients.
+        scattered: Of these, what a rank no longer holds when they are summed up.
         kept: Activations of a micro-batch.
         late: What gradients of weights that are put off wait with.
         shared: Elements of all parameters that a rank holds where replicas share them.
+        bounds: The first block of each chunk, and the one behind its last.
     """
 
     parameters: list[float]
     gradients: list[float]
+    scattered: list[float]
     kept: list[float]
     late: list[float]
     shared: float
+    bounds: tuple[tuple[int, int], ...]
+
+    def of(self, sums: list[float], counts: Iterable[int]) -> float:
+        """What so many micro-batches of each chunk hold."""
+        spans = zip(self.bounds, counts, strict=True)
+        return sum(count * (sums[end] - sums[begin]) for (begin, end), count in spans)
 
 
 @dataclass(frozen=True)
@@ -194,12 +210,15 @@ class Training:
             full = self.split.checkpoint == "full"
             again_s = max(0.0, block.forward_s - (0.0 if full else block.products_s))
             backward_link_s += forward_link_s if full else 0.0
+        backward_s, backward_host_s = block.backward_s + self._accumulated_s(block), block.backward_host_s
+        if again_s:
+            backward_host_s += block.forward_host_s + CHECKPOINT_S * self._host_scale
         return replace(
             block,
-            backward_s=block.backward_s + self._accumulated_s(block),
+            backward_s=backward_s,
             weights_s=block.weights_s + self._accumulated_s(block),
-            backward_host_s=block.backward_host_s + block.forward_host_s * (again_s > 0),
-            recompute_s=again_s,
+            backward_host_s=backward_host_s,
+            recompute_s=max(again_s, backward_host_s - backward_s - backward_link_s) if again_s else 0.0,
             forward_link_s=forward_link_s,
             backward_link_s=backward_link_s,
             gathered_s=self._exchanged_s(ALL_GATHER, block, self.precision.work),
@@ -320,6 +339,12 @@ class Training:
     def _is_apart(self) -> bool:
         """Gradients of weights are passes of their own."""
         return self.split.schedule in APART
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Messages are asked for ahead, and what is sent is held until the end of the step
+        (``_PipelineScheduleRuntime`` of ``torch.distributed.pipelining``)."""
+        return self.split.chunks > 1 or self._is_apart
 
     def _next(self, kind: str, place: int) -> int:
         """Where the result of a pass goes; nowhere: -1."""
@@ -483,7 +508,7 @@ class Training:
         Only messages within a machine, to one neighbour, were seen to: others are taken to cost nothing.
         """
         stages, schedule = self.split.pipeline, self.split.schedule
-        if not self._is_inside or stages == 1 or (self.split.chunks == 1 and not self._is_apart):
+        if not self._is_inside or stages == 1 or not self._is_ahead:
             return 0.0
         between: dict[tuple[int, int], list[tuple[float, int]]] = {}
         for name, end_s in ends.items():
@@ -535,60 +560,67 @@ class Training:
         return max(map(self.stage_memory, range(self.split.pipeline)), key=lambda each: each.total)
 
     def stage_memory(self, stage: int) -> RankMemory:
-        """At the fullest moment of the backward pass: activations go, and gradients come, block by block."""
-        split = self.split
-        sums = self._held_sums(stage)
-        # Of the first micro-batch there are no gradients yet; of the second there are.
+        """At the fullest moment of its passes: activations go, and gradients come, block by block."""
+        split, sums = self.split, self._held_sums(stage)
+        flights = in_flight(stage, split.pipeline, split.chunks, split.parts, split.schedule)
+        held = {each: sums.of(sums.kept, each.held) + sums.of(sums.late, each.late) for each in flights}
+        fullest = {(each.chunk, each.summed): each for each in sorted(flights, key=held.__getitem__)}
         found = [
-            self._moment(stage, sums, i, held if first else min(held, split.parts - 1), late, first)
-            for held, late in in_flight(stage, split.pipeline, split.chunks, split.parts, split.schedule)
-            for i in range(len(self.stages[stage]))
-            for first in (True, split.parts == 1)
+            self._moment(stage, sums, flight, i)
+            for flight in fullest.values()
+            for i in range(*sums.bounds[flight.chunk])
         ]
         return max(found, key=lambda each: each.total)
 
-    def _moment(
-        self, stage: int, sums: _HeldSums, i: int, held: float, late: float, first: bool
-    ) -> RankMemory:
-        """While a backward pass goes through a stage's block, with the activations of ``held`` micro-batches,
-        of which ``late`` wait for the gradients of their weights."""
+    def _moment(self, stage: int, sums: _HeldSums, flight: Flight, i: int) -> RankMemory:
+        """While the backward pass of a flight goes through a block."""
         split, precision, block = self.split, self.precision, self.stages[stage][i]
+        begin, end = sums.bounds[flight.chunk]
         message = block.parameters * (precision.work + precision.gradient) if split.zero >= 2 else 0.0
         buckets = sums.parameters[-1] * (precision.copies or precision.gradient * self._is_ddp)
         received = 2 * split.chunks - (stage == 0) - (stage == split.pipeline - 1)
-        received *= split.parts * self._sent_bytes * self.framework.receives_apart
+        received *= split.parts * self._sent_bytes * self.framework.receives_apart * (1 + self._is_ahead)
         # Where gradients of weights are put off, nothing of the pass is freed before them.
-        there = sums.kept[-1] if self._is_apart else sums.kept[i + 1]
+        gone = 0.0 if self._is_apart else sums.kept[end] - sums.kept[i + 1]
+        late = sums.late[end] - sums.late[i + 1]
         again = max(0.0, block.saved_bytes - self._kept(block))  # of an end, nothing
+        there = [self.framework.gradients_stay or each > 0 for each in flight.summed]
+        before = 0.0 if there[flight.chunk] else sums.gradients[i] - sums.gradients[begin]
+        there[flight.chunk] = True
+        gradients = sums.of(sums.gradients, there) - before - sums.of(sums.scattered, flight.done)
         return RankMemory(
-            parameters=self._parameter_bytes(stage, sums, i),
-            gradients=sums.gradients[-1] - (sums.gradients[i] if first else 0) + buckets + message,
+            parameters=self._parameter_bytes(stage, sums, flight, i),
+            gradients=gradients + buckets + message,
             optimizer=(sums.shared if split.zero else sums.parameters[-1]) * precision.optimizer,
-            activations=sums.kept[-1] * (held - 1) + there,
-            temporary=block.surplus_bytes + again + sums.late[-1] * (late + 1) - sums.late[i + 1],
+            activations=sums.of(sums.kept, flight.held) - gone,
+            temporary=block.surplus_bytes + again + sums.of(sums.late, flight.late) + late,
             other=self.blocks.buffer_bytes + received + CONTEXT_BYTES,
         )
 
     def _held_sums(self, stage: int) -> _HeldSums:
-        precision, blocks = self.precision, self.stages[stage]
-        shared = self.split.zero > 1 and self._sums(0, self.split.parts)
+        precision, blocks, split = self.precision, self.stages[stage], self.split
+        shared = split.zero > 1 and self._sums(0, split.parts)
         # Those that are views of buckets are in them; those that are not summed up yet are whole.
         gradient = 0 if self._is_ddp and self.framework.bucket_copies == 1 else precision.gradient
-        more = 1 + self.framework.late * (self.split.tensor > 1)
+        scatters = gradient * (split.zero > 1 and not shared and self._reduces)
         held = (
             [float(block.parameters) for block in blocks],
             [gradient * self._held(block, shared) for block in blocks],
-            [more * self._kept(block) for block in blocks],
+            [scatters * (block.parameters - self._held(block)) for block in blocks],
+            [self._kept(block) for block in blocks],
             [block.late_bytes * float(self._is_apart) for block in blocks],
         )
-        parameters, gradients, kept, late = (list(accumulate(each, initial=0.0)) for each in held)
-        return _HeldSums(parameters, gradients, kept, late, self._held(self._sum_of(blocks)))
+        sizes = [len(self.chunk(stage, chunk)) for chunk in range(split.chunks)]
+        bounds = tuple(pairwise(accumulate(sizes, initial=0)))
+        parameters, gradients, scattered, kept, late = (list(accumulate(e, initial=0.0)) for e in held)
+        shares = self._held(self._sum_of(blocks))
+        return _HeldSums(parameters, gradients, scattered, kept, late, shares, bounds)
 
-    def _parameter_bytes(self, stage: int, sums: _HeldSums, i: int) -> float:
+    def _parameter_bytes(self, stage: int, sums: _HeldSums, flight: Flight, i: int) -> float:
         """Parameters, with what FSDP has gathered when a backward pass is at a block.
 
         It gathers one block ahead, and frees what is behind; the ends of the model are kept. In a pipeline
-        nothing is freed behind a backward pass.
+        a chunk is freed behind its last backward pass.
         """
         precision, blocks, parameters = self.precision, self.stages[stage], sums.parameters
         if self.split.zero < 3:
@@ -601,6 +633,7 @@ class Training:
         for end in {0, len(blocks) - 1}:
             outside = not first <= end <= last and self.split.reshard and self._is_end(blocks[end])
             there += blocks[end].parameters * outside
+        there -= sums.of(parameters, flight.done)
         shards = 0 if precision.master else precision.weight  # they are the optimizer's fp32 copy
         return sums.shared * shards + there * precision.work
 

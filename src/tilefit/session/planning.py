@@ -32,6 +32,7 @@ from tilefit.parallel.planning import (
 )
 from tilefit.report.split_plans import Choice, SplitPlan
 from tilefit.session.fleet import Fleet
+from tilefit.units import counted
 
 #: Layers that a model of many equal ones is captured with.
 FEW_LAYERS = 2
@@ -219,7 +220,7 @@ class PlanSession:
         with closing(done):
             for place, best in done:
                 gpu, count = work[place]
-                self.tell(f"{self.gpus[gpu].title}, {count} GPUs")
+                self.tell(f"{self.gpus[gpu].title}, {counted(count, 'GPU')}")
                 found[work[place]] = best
                 kept.put(work[place], best)
                 if isinstance(best, UsageError) and count == most and len(self.gpus) == 1:
