@@ -153,6 +153,24 @@ def test_slices_are_joined_element_by_element(rows: int, width: int, sliced: boo
     assert estimate(entry.op, "h100-sxm").time_s == pytest.approx(h100_us * 1e-6, rel=0.35)
 
 
+@pytest.mark.parametrize(
+    ("function", "elements", "moved_bytes", "h100_ms"),
+    [
+        ("upsample_bilinear2d", 415_236_096, (122_683_392, 1_660_944_384), 3.71),
+        ("upsample_bilinear2d_backward", 314_572_800, (1_258_291_200, 78_643_200), 4.95),
+    ],
+)
+def test_an_interpolation_takes_its_corners(
+    function: str, elements: int, moved_bytes: tuple[int, int], h100_ms: float
+) -> None:
+    op = Streaming("indexing", elements, *moved_bytes, dtype="fp32", function=function)
+    assert estimate(op, get("h100-sxm")).time_s == pytest.approx(1e-3 * h100_ms, rel=0.03)
+    same = 4 * elements
+    copy = replace(op, read_bytes=same, write_bytes=same)
+    nearest = replace(copy, function=function.replace("bilinear", "nearest"))
+    assert estimate(copy, get("h100-sxm")) == estimate(nearest, get("h100-sxm"))
+
+
 def test_ctc_takes_its_steps_one_after_another() -> None:
     loss = Streaming("loss", 92_800, 371_520, 268_816, function="_ctc_loss", inner=800)
     shorter = replace(loss, inner=200)

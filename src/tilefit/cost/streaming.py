@@ -145,7 +145,9 @@ def _work(op: Streaming, gpu: Gpu) -> tuple[float, float]:
         return each_s * (_APPLIED_CLOCKS[op.strided] if applied else _CUDNN_CLOCKS), 2.0 if applied else _MOST
     if op.function == "cat" and op.strided:
         return each_s * _JOINED_CLOCKS, 3.0
-    return op.inner * BY_FUNCTION["step_clocks"].get(op.function, 0.0) / gpu.boost_clock_hz, _MOST
+    steps_s = op.inner * BY_FUNCTION["step_clocks"].get(op.function, 0.0) / gpu.boost_clock_hz
+    resizes = op.read_bytes != op.write_bytes
+    return steps_s + resizes * each_s * BY_FUNCTION["element_clocks"].get(op.function, 0.0), _MOST
 
 
 def _of_fresh_tensors(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
