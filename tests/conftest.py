@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from tilefit.capture import worker
 _SOURCE = str(Path(__file__).parent.parent / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCE, os.environ.get("PYTHONPATH", "")]))
 # Nor do they find the profiles of whoever runs them.
-os.environ["XDG_DATA_HOME"] = str(Path(__file__).parent / "no-such-folder")
+_DATA = tempfile.TemporaryDirectory(prefix="tilefit-")
+os.environ["XDG_DATA_HOME"] = _DATA.name
 # As many processes test as there are cores: more threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A job in the background ignores interrupts from its start, and so would the programs that tests interrupt.
