@@ -244,32 +244,41 @@ def predict(gpu: str, public: Path | None, jobs: int) -> dict[str, Any]:
         return dict(zip(wanted, pool.map(one, wanted.items()), strict=True))
 
 
+def _kernels_s(row: dict[str, Any]) -> float:
+    """What the kernels of a step take, without copies between host and GPU."""
+    profile = row["profile"]
+    copied_s = sum(time_s for name, _, time_s in profile["top"] if name.startswith("Memcpy"))
+    return (profile["compute_s"] - copied_s) / profile["steps"]
+
+
 def compare(path: Path) -> None:
-    """A line for each program, predicted over measured, and the errors."""
+    """A line for each program, predicted over measured, and the errors; then what the fixes gained."""
     predicted = json.loads(PREDICTED.read_text())
+    rows = (json.loads(line) for line in path.read_text().splitlines())
+    programs = {row["name"]: row for row in rows if row["row"] == "program" and "profile" in row}
     off: dict[str, list[float]] = defaultdict(list)
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if row["row"] != "program" or "profile" not in row:
-            continue
-        kernels_s = row["profile"]["compute_s"] / row["profile"]["steps"]
-        told = [f"{row['name']:34}"]
+    for name, row in programs.items():
+        told = [f"{name:34}"]
         for when, every in predicted.items():
-            said = every.get(row["name"], {})
+            said = every.get(name, {})
             if "time_s" not in said:
                 continue
             ratios = {
                 "step": said["time_s"] / row["median_s"],
-                "kernels": said["gpu_time_s"] / kernels_s,
+                "kernels": said["gpu_time_s"] / _kernels_s(row),
                 "memory": said["peak_bytes"] / row["peak_bytes"],
             }
             for key, ratio in ratios.items():
                 off[f"{when}, {key}"].append(abs(ratio - 1))
             told.append(when + "".join(f" {ratio:5.2f}" for ratio in ratios.values()))
-        steps = f"step {1e3 * row['median_s']:.2f}, kernels {1e3 * kernels_s:.2f} ms"
+        steps = f"step {1e3 * row['median_s']:.2f}, kernels {1e3 * _kernels_s(row):.2f} ms"
         print(f"{'  '.join(told)}  {steps}, {row['peak_bytes'] / 2**30:.2f} GiB")
     for key, each in off.items():
         print(f"{key}: median {statistics.median(each):.1%}, worst {max(each):.1%} of {len(each)}")
+    for name, row in programs.items():
+        if fixed := programs.get(f"{name}, fixed"):
+            kernels, step = _kernels_s(row) / _kernels_s(fixed), row["median_s"] / fixed["median_s"]
+            print(f"{name:34}fixed: kernels {kernels:.2f} times as fast, step {step:.2f}")
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from tilefit.ops import (
     Conv,
     Fallback,
     Gemm,
+    HostEvent,
     Memory,
     Op,
     Settings,
@@ -29,6 +30,7 @@ from tilefit.ops import (
     TensorRef,
 )
 from tilefit.ops.entries import MASK
+from tilefit.ops.program import WAIT, Program
 from tilefit.options import TargetOptions
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "inductor_kernels.json"
@@ -637,6 +639,23 @@ def test_what_the_compiler_leaves_to_pytorch_stays_as_it_is() -> None:
     ]
     assert len(bags[0]) == 2
     assert bags[0] == bags[1]
+
+
+def test_a_module_that_reads_values_in_a_loop_is_not_compiled() -> None:
+    ops = [
+        replace(op, site=Site(module))
+        for number, module in enumerate(("mixture", "mixture.expert", "head"))
+        for op in (stream([3 * number], [3 * number + 1]), stream([3 * number + 1], [3 * number + 2]))
+    ]
+    read = HostEvent(1, WAIT, "nonzero", Site("mixture", "model.py:7"), within=True)
+
+    def generated(*events: HostEvent, passes: int = 1) -> list[str]:
+        program = Program("train.py", "a batch", events=events, micro_batches=passes)
+        kernels = fuse(Step(ops=tuple(ops), settings=Settings(training=False), program=program)).ops
+        return [kernel.site.module for kernel in kernels if getattr(kernel.op, "function", "") == GENERATED]
+
+    assert generated(read) == generated(read, read, passes=2) == ["mixture", "mixture.expert", "head"]
+    assert generated(read, read) == ["head"]
 
 
 def test_a_module_that_runs_a_recurrent_layer_is_not_compiled() -> None:

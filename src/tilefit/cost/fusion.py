@@ -18,6 +18,10 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
 - A module that runs a recurrent layer is not compiled, nor what it calls: Dynamo skips it
   (``torch._dynamo.config.allow_rnn``). Of three models on an H200 whose outermost module does, none ran a
   generated kernel. Nor is what a training step does beside its passes (:func:`beside`).
+- A graph ends where a value of the GPU is read. Where that is in a loop, Dynamo leaves the whole function to
+  Python, and modules of PyTorch's own classes that it calls; those of others are taken for left, too. A
+  mixture of experts that asks each for its rows, compiled on an H100, ran 1,776 kernels in 7.9 ms, of 1,812
+  in 8.1.
 - A layer norm keeps its normalised input for the backward pass, not the input, unless that is smaller.
 - Pointwise kernels over as many elements that read the same are one (horizontal fusion), where what the later
   one reads is there early enough.
@@ -43,6 +47,7 @@ A model of ``torch.compile`` (Inductor, 2.11 to 2.13), compared with what Induct
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -54,6 +59,7 @@ from tilefit.cost.tiles import round_up
 from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Memory, Op, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.ops.peaks import fullest
+from tilefit.ops.program import WAIT, Program
 from tilefit.ops.scaling import tensors_that_stay
 from tilefit.ops.streaming import CONTIGUOUS
 from tilefit.ops.timeline import Timeline
@@ -117,7 +123,7 @@ _Roots = dict[_Value, int]
 def fuse(step: Step) -> Step:
     """The step as a compiled model would run it; as it is where nothing of the model is compiled."""
     lowered = list(_lowered(step))
-    skipped = _skipped(lowered)
+    skipped = _skipped(lowered, step.program)
     if all(map(skipped, lowered)):
         return replace(step, settings=replace(step.settings, compiled=False))
     fusion = _Fusion(lowered, skipped, step.returned)
@@ -150,16 +156,23 @@ def beside(ops: Sequence[StepOp]) -> list[StepOp]:
     return [e for e in unread if e.site.source in lines or touched & {ref.id for ref in e.outputs}]
 
 
-def _skipped(ops: Sequence[StepOp]) -> Callable[[StepOp], bool]:
-    """Tells the operations beside the passes, and those of modules that run recurrent layers and what these
-    call."""
-    layers = [entry.site.module for entry in ops if entry.op.kind == "recurrent"]
-    owners = {layer.rpartition(".")[0] for layer in layers}
+def _skipped(ops: Sequence[StepOp], program: Program | None) -> Callable[[StepOp], bool]:
+    """Tells the operations beside the passes, and those of modules, and of what they call, that run recurrent
+    layers or read values in loops."""
+    owners = {entry.site.module.rpartition(".")[0] for entry in ops if entry.op.kind == "recurrent"}
+    owners |= _reading_in_loops(program) if program else set()
     inside = tuple(owner and f"{owner}." for owner in owners)
     others = {*map(id, beside(ops))}
     return lambda entry: (
         entry.phase == OPTIMIZER or id(entry) in others or f"{entry.site.module}.".startswith(inside)
     )
+
+
+def _reading_in_loops(program: Program) -> set[str]:
+    """The modules that read values of the GPU in one line several times in a forward pass."""
+    reads = Counter((e.site.module, e.site.source) for e in program.events if e.kind == WAIT and e.within)
+    passes = max(1, program.micro_batches)
+    return {module for (module, _), times in reads.items() if module and times > passes}
 
 
 def _places(ops: Sequence[StepOp], kernels: Sequence[StepOp]) -> Callable[[int], int]:
