@@ -110,7 +110,9 @@ def _require_fusible(optimizer: torch.optim.Optimizer) -> None:
         RuntimeError: as PyTorch raises it.
     """
     kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim.") and not _fuses_on_cuda(kind):
+    if not kind.__module__.startswith("torch.optim."):
+        return  # whose fused step is its own matter
+    if not _fuses_on_cuda(kind):
         raise RuntimeError(f"`fused=True` of {kind.__name__} is not supported on cuda by this PyTorch")
     if _has_sparse_gradients(optimizer):
         raise RuntimeError(f"fused {kind.__name__} does not support sparse gradients")

@@ -101,6 +101,10 @@ _CONTENDED = 1024
 _SHORT_ROW = 32
 #: Operations in a row that are computed again at most (``torch._inductor.config.realize_opcount_threshold``).
 _MOST_OPERATIONS = 30
+#: Share of the operations of the passes, those of modules that read values in loops, from which on a step is
+#: taken for one that is not compiled: the rest is in so many small graphs that it gains nothing (the mixture:
+#: 0.8).
+_LEFT_SHARE = 0.5
 #: Tensors that one kernel joins at most (``torch._inductor.config.max_pointwise_cat_inputs``).
 _MOST_JOINED = 8
 #: FLOP per byte from which a misaligned product is padded: about the ops:byte ratio of a V100 or A100, below
@@ -123,8 +127,10 @@ _Roots = dict[_Value, int]
 def fuse(step: Step) -> Step:
     """The step as a compiled model would run it; as it is where nothing of the model is compiled."""
     lowered = list(_lowered(step))
-    skipped = _skipped(lowered, step.program)
-    if all(map(skipped, lowered)):
+    reading = _reading_in_loops(step.program) if step.program else set()
+    skipped = _skipped(lowered, reading)
+    passes = [entry for entry in lowered if entry.phase != OPTIMIZER]
+    if all(map(skipped, passes)) or sum(map(_within(reading), passes)) >= _LEFT_SHARE * len(passes):
         return replace(step, settings=replace(step.settings, compiled=False))
     fusion = _Fusion(lowered, skipped, step.returned)
     ops = tuple(fusion.kernels())
@@ -156,16 +162,18 @@ def beside(ops: Sequence[StepOp]) -> list[StepOp]:
     return [e for e in unread if e.site.source in lines or touched & {ref.id for ref in e.outputs}]
 
 
-def _skipped(ops: Sequence[StepOp], program: Program | None) -> Callable[[StepOp], bool]:
+def _skipped(ops: Sequence[StepOp], reading: set[str]) -> Callable[[StepOp], bool]:
     """Tells the operations beside the passes, and those of modules, and of what they call, that run recurrent
-    layers or read values in loops."""
+    layers or are ``reading`` values in loops."""
     owners = {entry.site.module.rpartition(".")[0] for entry in ops if entry.op.kind == "recurrent"}
-    owners |= _reading_in_loops(program) if program else set()
-    inside = tuple(owner and f"{owner}." for owner in owners)
-    others = {*map(id, beside(ops))}
-    return lambda entry: (
-        entry.phase == OPTIMIZER or id(entry) in others or f"{entry.site.module}.".startswith(inside)
-    )
+    others, inside = {*map(id, beside(ops))}, _within(owners | reading)
+    return lambda entry: entry.phase == OPTIMIZER or id(entry) in others or inside(entry)
+
+
+def _within(modules: set[str]) -> Callable[[StepOp], bool]:
+    """Tells the operations of some modules and of what they call."""
+    inside = tuple(module and f"{module}." for module in modules)
+    return lambda entry: f"{entry.site.module}.".startswith(inside)
 
 
 def _reading_in_loops(program: Program) -> set[str]:
