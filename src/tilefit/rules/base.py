@@ -151,7 +151,10 @@ class Case:
     @classmethod
     def training(cls, model: str, rows: int, width: int, options: str = "") -> Case:
         """A program that trains ``net``, which the statements ``model`` make, on a matrix of such a size."""
-        return cls(program=_TRAINING.format(model=cleandoc(model), rows=rows, width=width), options=options)
+        model = cleandoc(model)
+        *_, last = (line for line in model.splitlines() if line and not line.startswith(" "))
+        model += "\n\n" * last.startswith("def ")
+        return cls(program=_TRAINING.format(model=model, rows=rows, width=width), options=options)
 
     def but(self, old: str, new: str) -> Case:
         """The same program with a piece of its text replaced wherever it stands."""
