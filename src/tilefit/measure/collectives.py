@@ -181,7 +181,8 @@ def fit(rows: Sequence[Timed], gpu: Gpu, start: LinkConstants) -> LinkConstants:
     for _ in range(40):
         slopes = np.stack([(residuals(at + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(at))], axis=1)
         square = slopes.T @ slopes
-        moved = at - np.linalg.solve(square + damping * np.eye(len(at)), slopes.T @ now)
+        step = np.linalg.solve(square + damping * np.eye(len(at)), slopes.T @ now)
+        moved = at - step.clip(-1, 1)  # a leap may end where no link is: losses of more than all
         after = residuals(moved)
         if after @ after < now @ now:
             settled = now @ now - after @ after < 1e-6 * (now @ now)
