@@ -85,6 +85,17 @@ def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple
     return change.level, next(iter(texts_of([change]).values()))
 
 
+def request_for(*codes: str) -> FixRequest:
+    """To fix what rules find in ``train.py`` here."""
+    return FixRequest(
+        target="train.py",
+        options=TargetOptions(),
+        gpu=resolve("h200")[0],
+        selection=Selection(select=codes),
+        program=ProgramOptions("train.py"),
+    )
+
+
 @pytest.mark.parametrize(
     ("code", "at", "level", "old", "new"),
     [
@@ -282,13 +293,7 @@ for _ in range(4):
     optimizer.step()
     optimizer.zero_grad()
 """)
-    request = FixRequest(
-        target="train.py",
-        options=TargetOptions(),
-        gpu=resolve("h200")[0],
-        selection=Selection(select=("NTC001",)),
-        program=ProgramOptions("train.py"),
-    )
+    request = request_for("NTC001")
     session = ProgramFixSession(request)
     assert session.patches.made == ()
     (left,) = session.patches.by_hand
@@ -309,13 +314,7 @@ for _ in range(4):
     optimizer.zero_grad()
 """
     Path("train.py").write_text(text)
-    request = FixRequest(
-        target="train.py",
-        options=TargetOptions(),
-        gpu=resolve("h200")[0],
-        selection=Selection(select=("NTC003",)),
-        program=ProgramOptions("train.py"),
-    )
+    request = request_for("NTC003")
     session = ProgramFixSession(request)
     (patch,) = session.patches.made
     assert (patch.code, patch.level, patch.where) == ("NTC003", "safe", "train.py:5")
@@ -358,13 +357,7 @@ for _ in range(4):
         for mean, p in zip(averaged.parameters(), net.parameters()):
             mean.copy_(0.9 * mean + 0.1 * p)
 """)
-    request = FixRequest(
-        target="train.py",
-        options=TargetOptions(),
-        gpu=resolve("h200")[0],
-        selection=Selection(select=("NTC001", "FOR001")),
-        program=ProgramOptions("train.py"),
-    )
+    request = request_for("NTC001", "FOR001")
     session = ProgramFixSession(request)
     (patch,) = session.patches.made
     findings = {finding.code: finding for finding in session.assessment.findings}
@@ -391,13 +384,7 @@ for _ in range(4):
     rows.zero_grad()
     weights.zero_grad()
 """)
-    request = FixRequest(
-        target="train.py",
-        options=TargetOptions(),
-        gpu=resolve("h200")[0],
-        selection=Selection(select=("NTC003",)),
-        program=ProgramOptions("train.py"),
-    )
+    request = request_for("NTC003")
     ((text,),) = [[*ProgramFixSession(request).patches.texts().values()]]
     assert "AdamW(net.parameters(), fused=True)" in text
     assert "SGD(table.parameters(), lr=0.1)\n" in text
