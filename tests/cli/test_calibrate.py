@@ -49,7 +49,7 @@ def _a100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return [1.5 * analytic(op, A100, GENERAL).time_s for op in ops]
 
     monkeypatch.setattr(sessions, "kernel_times", kernel_times)
-    monkeypatch.setattr(sessions, "CudaSession", lambda: None)
+    monkeypatch.setattr(sessions, "session_kind", lambda: lambda: None)
 
 
 @pytest.mark.usefixtures("_a100")

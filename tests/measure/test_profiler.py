@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tilefit.errors import TilefitError
-from tilefit.measure.sessions import CudaSession, Launch, busy_s, kernel_times, split_at_markers
+from tilefit.measure import sessions
+from tilefit.measure.sessions import (
+    CudaSession,
+    EventSession,
+    Launch,
+    busy_s,
+    kernel_times,
+    session_kind,
+    split_at_markers,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -85,6 +94,20 @@ def test_what_runs_no_kernel_has_no_time() -> None:
     assert kernel_times([lambda: lambda: None], HostSession(clock=lambda: 7)) == [None]
 
 
+@pytest.mark.parametrize(
+    ("seen", "kind"), [([MARK, MARK], CudaSession), ([], EventSession)], ids=["records", "none"]
+)
+def test_events_time_kernels_where_the_profiler_sees_none(
+    monkeypatch: pytest.MonkeyPatch, seen: list[str], kind: type[object]
+) -> None:
+    class Recorded(HostSession):
+        def results(self) -> list[list[Launch]]:
+            return split_at_markers(launches(*seen), 1)
+
+    monkeypatch.setattr(sessions, "CudaSession", Recorded)
+    assert session_kind() is (Recorded if kind is CudaSession else EventSession)
+
+
 def _fail() -> None:
     raise RuntimeError("no kernel")
 
@@ -106,6 +129,23 @@ def test_a_replayed_graph_takes_as_long_as_the_kernels_and_a_gap_each() -> None:
     (time_s,) = kernel_times([lambda: instance(op, pool)], CudaSession())
     assert time_s is not None
     assert 0 < replayed_s - time_s < 5 * GRAPHED_S
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [256, 1024, 4096])
+def test_events_say_what_the_profiler_says_of_one_kernel(size: int) -> None:
+    import torch
+
+    from tilefit.measure.microbenchmarks import instance
+    from tilefit.measure.run import pool_for
+    from tilefit.ops import Gemm
+
+    pool = pool_for(torch.device("cuda"))
+    factories = [lambda: instance(Gemm(size, size, size), pool)]
+    (profiled_s,) = kernel_times(factories, CudaSession())
+    (timed_s,) = kernel_times(factories, EventSession())
+    assert profiled_s is not None
+    assert timed_s == pytest.approx(profiled_s, rel=0.05, abs=2e-6)
 
 
 @pytest.mark.gpu

@@ -88,7 +88,7 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     from tilefit.measure.launch import Host
     from tilefit.measure.quick import quick as run_quick
     from tilefit.measure.run import pool_for
-    from tilefit.measure.sessions import CudaSession, kernel_times
+    from tilefit.measure.sessions import EventSession, kernel_times, session_kind
 
     local = local_gpu()
     (gpu,) = resolve(local.environment.gpu)
@@ -96,8 +96,14 @@ def _of_kernels(minutes: float, quick: bool, output_file: Path | None) -> None:
     aside = keep(path)
     pool = pool_for(local.place)
 
+    session = session_kind()
+    if session is EventSession:
+        print(
+            "CUPTI sees no kernels here: CUDA events time them, gaps within a call included", file=sys.stderr
+        )
+
     def measure(few: Sequence[Candidate]) -> list[float | None]:
-        return kernel_times([partial(each.build, pool) for each in few], CudaSession())
+        return kernel_times([partial(each.build, pool) for each in few], session())
 
     environment, host = local.environment, Host(local.place, turns=_LOOKS)
     about: dict[str, Any] = {
