@@ -17,6 +17,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 
 #: Short names of the phases, for tables.
 PHASES = {FORWARD: "fwd", BACKWARD_DATA: "dgrad", BACKWARD_WEIGHT: "wgrad", OPTIMIZER: "opt"}
+#: Their names where there is room.
+PHASE_NAMES = {
+    FORWARD: "forward",
+    BACKWARD_DATA: "data gradient",
+    BACKWARD_WEIGHT: "weight gradient",
+    OPTIMIZER: "optimizer",
+}
 
 PROVENANCE = {
     "datasheet": "from the GPU's datasheet",
