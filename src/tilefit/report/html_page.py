@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 #: Rows of the table of operations that are shown until all are asked for.
 ROWS_SHOWN = 40
 
+
 @renders(Document, "html")
 def render(document: Document, *, prices: Mapping[str, float] | None = None) -> str:
     """The page of a report, a comparison, or a watched run; ``prices`` as of :func:`answer`."""
@@ -104,9 +105,7 @@ def _bars(report: Report) -> list[tuple[str, list[tuple[str, str, float]]]]:
     return [
         (
             "limited by",
-            [
-(name, name, time_s) for name, time_s in step.bounds_s.items() if time_s
-            ],
+            [(name, name, time_s) for name, time_s in step.bounds_s.items() if time_s],
         ),
         (
             "by pass",
