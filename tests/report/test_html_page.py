@@ -142,7 +142,7 @@ The arithmetic units are busy: this is what a GPU is bought for.
 limited by memory
 The arithmetic units wait for bytes from the GPU's memory.
 limited by latency
-The work is too small to fill the GPU; starting and ending it takes the time.
+Too little runs at once to fill the GPU, or starting and ending it takes the time.
 limited by launch
 The GPU waits for the program to tell it what to do next.
 peak
