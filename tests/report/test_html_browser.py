@@ -204,6 +204,16 @@ def test_it_fits_the_width_in_both_schemes(
     assert (red + green + blue > 600) == (scheme == "light")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_paper_it_is_dark_on_white_and_says_what_was_chosen(
+    chromium: browser.Browser, report: Report, tmp_path: Path, scheme: str
+) -> None:
+    _open(chromium, _chosen_from(report), tmp_path, scheme=scheme, media="print")
+    assert sum(chromium.evaluate("getComputedStyle(document.body).color.match(/\\d+/g).map(Number)")) < 200
+    boxes = "[...document.querySelectorAll('.whatif input[type=checkbox]')]"
+    assert chromium.evaluate(f"{boxes}.every(box => box.offsetParent)")
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_names_in_figures_are_whole_and_beside_each_other(
     chromium: browser.Browser, report: Report, tmp_path: Path, width: int
