@@ -541,6 +541,7 @@ def test_a_profiled_run_is_beside_the_prediction(report: Report) -> None:
         for index, op in enumerate(report.ops)
     )
     page = _Outline(replace(report, ops=ops, measured=run).to_html())
+    assert re.search(r"^time \w+\s50.0 ms\s49.0 to 52.0 ms over 5 steps", page.text, re.MULTILINE)
     assert "GPU busy\n75.0 %" in page.text
     assert "on Tensor Cores\n50.0 %\nof the kernels' time; 25.0 % in code of an older generation" in page.text
     assert "gemm 16384x50257x768 TN bf16 5.00 ms 10.0 ms" in page.text
