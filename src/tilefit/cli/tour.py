@@ -57,8 +57,8 @@ def tour(gpu: GpuName = None) -> None:
     for number, (words, line) in enumerate(_STOPS, 1):
         arguments = f"{line} --gpu {gpu or 'h200'}"
         print(f"\n{number} of {len(_STOPS)}  {words}\n\n$ tilefit {arguments}\n", flush=True)
-        code = command(line.split()[0])(arguments.split(), prog_name="tilefit", standalone_mode=False)
-        if code == INTERRUPTED:
+        run = command(line.split()[0])
+        if run(arguments.split(), prog_name="tilefit", standalone_mode=False) == INTERRUPTED:
             raise KeyboardInterrupt
         if waits and number < len(_STOPS):
             input("\nEnter goes on, Ctrl-C ends. ")
