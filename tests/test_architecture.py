@@ -6,16 +6,15 @@ import ast
 import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def architecture() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("architecture", ROOT / "benchmarks" / "architecture.py")
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -23,8 +22,24 @@ def architecture() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def architecture() -> ModuleType:
+    return _script("architecture")
+
+
 def test_the_map_is_that_of_the_code(architecture: ModuleType) -> None:
     assert architecture.stored() == architecture.drawn(), "python benchmarks/architecture.py draws it anew"
+
+
+def test_the_site_shows_the_map_as_a_table(architecture: ModuleType) -> None:
+    """What draws it would be loaded from elsewhere."""
+    page = SimpleNamespace(file=SimpleNamespace(src_path="architecture.md"))
+    markdown = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    shown = _script("site_hooks").on_page_markdown(markdown, page=page)
+    assert "mermaid" not in shown
+    for room in (room for row in architecture.layers() for room in row):
+        assert len(re.findall(rf"^\| `{room}` \| (?:`|–)", shown, re.MULTILINE)) == 1
+    assert "| `cli` | `sweep`, `profiling`, `precision` |" in shown
 
 
 def test_every_package_stands_in_a_layer(architecture: ModuleType) -> None:

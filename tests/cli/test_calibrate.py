@@ -122,11 +122,19 @@ def test_a_calibration_of_another_gpu_is_an_error(tilefit, file: str) -> None:
 
 
 def test_a_calibration_that_is_none_is_an_error(tilefit, tmp_path: Path) -> None:
+    """In words of ours: what numpy says of it is no help."""
     (tmp_path / "notes.txt").write_text("hello")
-    for name in ("notes.txt", "missing.npz"):
+    (tmp_path / "script.py").write_text("x = 1")
+    (tmp_path / "report.json").write_text('{"schema_version": 1}')
+    for name, why in {
+        "notes.txt": "it is damaged, or no calibration",
+        "script.py": "it is damaged, or no calibration",
+        "report.json": "it is damaged, or no calibration",
+        "missing.npz": "No such file or directory",
+    }.items():
         ran = tilefit("gemm", "64", "64", "64", "--gpu", "h100", "--calibration", str(tmp_path / name))
         assert ran.code == 2
-        assert f"{name}: the calibration cannot be read" in ran.err
+        assert f"{name}: the calibration cannot be read: {why}" in ran.err
 
 
 @pytest.mark.usefixtures("_a100")

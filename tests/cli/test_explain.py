@@ -45,3 +45,17 @@ def test_a_tour(tilefit: Run) -> None:
         "Now your own",
     ):
         assert shown in ran.out
+
+
+def test_a_tour_ends_where_one_of_its_commands_was_interrupted(
+    tilefit: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one would begin, with a library that was half imported."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilefit.capture.child.capture_in_child", interrupted)
+    ran = tilefit("tour")
+    assert ran.code == 130
+    assert "2 of 4" not in ran.out

@@ -121,6 +121,15 @@ def test_a_measured_step_takes_the_measured_wall_time(trace_file: Path) -> None:
     assert report.step.time_s == pytest.approx(0.005, rel=0.01)
 
 
+def test_a_run_that_launches_do_not_explain_is_told_to_be_longer(trace_file: Path) -> None:
+    trace = read_trace(trace_file)
+    waited = measure(trace, priced("h200"), Live("x", plain_s=(10.0, 10.0))).report
+    assert waited.step.time_s < 1
+    assert any(note.startswith("A step of the run took 10.0 s, of which") for note in waited.notes)
+    explained = measure(trace, priced("h200"), Live("x", plain_s=(1e-3, 1e-3))).report
+    assert not any("A step of the run took" in note for note in explained.notes)
+
+
 def test_unlike_operations_are_corrected_by_their_own_kind() -> None:
     """A product of the same layer errs as that layer's did; one of another layer as all products did."""
     entries = tuple(StepOp(Gemm(4096, 4096, 4096), "forward", Site(name)) for name in "ab")

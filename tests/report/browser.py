@@ -58,8 +58,15 @@ class Browser:
         self._out.close()
         self._in.close()
 
-    def open(self, page: Path | str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        """Open a file, or an address, and wait until it is loaded."""
+    def open(
+        self,
+        page: Path | str,
+        width: int = 1280,
+        height: int = 900,
+        scheme: str = "light",
+        media: str = "screen",
+    ) -> None:
+        """Open a file, or an address, on a screen or for ``print``, and wait until it is loaded."""
         self.errors.clear()
         self.requests.clear()
         self._call(
@@ -69,7 +76,8 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        liked = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._call("Emulation.setEmulatedMedia", media=media, features=liked)
         self._loaded = False
         self._call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not self._loaded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from report import browser
 from report.conftest import HOSTILE
 from tilefit.report import Comparison, Report, Table, Watched
-from tilefit.report.report import Combination
+from tilefit.report.report import BatchPoint, Combination, MemoryMoment
 from tilefit.rules.finding import Alarm
 
 _ROWS = "[...document.querySelectorAll('tbody tr[data-row]')].filter(row => row.offsetParent)"
@@ -201,6 +202,41 @@ def test_it_fits_the_width_in_both_schemes(
         "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
     )
     assert (red + green + blue > 600) == (scheme == "light")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_paper_it_is_dark_on_white_and_says_what_was_chosen(
+    chromium: browser.Browser, report: Report, tmp_path: Path, scheme: str
+) -> None:
+    _open(chromium, _chosen_from(report), tmp_path, scheme=scheme, media="print")
+    assert sum(chromium.evaluate("getComputedStyle(document.body).color.match(/\\d+/g).map(Number)")) < 200
+    boxes = "[...document.querySelectorAll('.whatif input[type=checkbox]')]"
+    assert chromium.evaluate(f"{boxes}.every(box => box.offsetParent)")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_in_figures_are_whole_and_beside_each_other(
+    chromium: browser.Browser, report: Report, tmp_path: Path, width: int
+) -> None:
+    moments = tuple(MemoryMoment(op, {"activations": (op + 1) << 34}) for op in range(3))
+    memory = replace(report.step.memory, timeline=moments)
+    curve = tuple(BatchPoint(1 << n, 0.1, 0.09, 0.11, 1 << 30) for n in range(20))
+    device = replace(report.device, peaks_flop_per_s={"bf16": 410e12, "tf32": 205e12, "fp32": 150e12})
+    ops = (*report.ops, replace(report.ops[0], dtype="tf32"))
+    step = replace(report.step, memory=memory)
+    drawn = replace(report, step=step, batch_curve=curve, batch=16, device=device, ops=ops)
+    _open(chromium, drawn, tmp_path, width=width)
+    names = chromium.evaluate("""[...document.querySelectorAll('svg.plot')].map(svg =>
+        [...svg.querySelectorAll('text:not([transform])')].map(name => {
+            const box = name.getBoundingClientRect();
+            return [name.textContent, box.left, box.right, box.top + 2, box.bottom - 2];
+        }))""")
+    assert len(names) == 4
+    for figure in names:
+        assert all(left >= 0 and right <= width for _, left, right, *_ in figure)
+        for (one, left, right, top, bottom), (other, *box) in combinations(figure, 2):
+            apart = left >= box[1] or right <= box[0] or top >= box[3] or bottom <= box[2]
+            assert apart, f"{one} lies over {other}"
 
 
 def test_on_a_phone_what_is_selected_unfolds_below_its_row(

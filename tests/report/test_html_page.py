@@ -6,13 +6,15 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from inline_snapshot import snapshot
 
 from report.conftest import GPU, STEP, estimate
 from tilefit.cost import StepEstimate
-from tilefit.ops import FORWARD, Gemm, Site, StepOp
+from tilefit.cost.estimate import BOUNDS, EXPOSED, LAUNCH, WAITS
+from tilefit.ops import FORWARD, Gemm, Site, StepOp, timeline
 from tilefit.report import Comparison, Report, Watched, build, render, text
 from tilefit.report.build import batch_curve
 from tilefit.report.html_figures import roofline
@@ -140,17 +142,23 @@ The arithmetic units are busy: this is what a GPU is bought for.
 limited by memory
 The arithmetic units wait for bytes from the GPU's memory.
 limited by latency
-The work is too small to fill the GPU; starting and ending it takes the time.
+Too little runs at once to fill the GPU, or starting and ending it takes the time.
 limited by launch
 The GPU waits for the program to tell it what to do next.
 peak
 The most arithmetic the GPU could do, from its datasheet, without sparsity.
-data gradient, weight gradient
+data gradient (dgrad), weight gradient (wgrad)
 The two halves of the backward pass: the gradient of a layer's input, and of its weights.
+gemm, conv
+Matrix products, as of linear layers, and convolutions: what the GPU's Tensor Cores are for.
+pointwise, copy
+What reads each number, changes it or not, and writes it: activations, sums, casts, copies.
 measured
 It was timed on such a GPU.
 estimated
 It was predicted by a model that was fitted to measurements of such a GPU.
+transferred
+It was predicted by such a model of another GPU, with this one's datasheet.
 datasheet
 It was predicted, or copied, from the GPU's datasheet; nothing was measured.
 What to change
@@ -190,14 +198,14 @@ math: 25.0 ms from 12.5 ms on, from lm_head on
 latency: 100 µs from 37.5 ms on, from lm_head on
 memory: 2.40 ms from 37.6 ms on, from the whole step on
 Operations
-Every operation of the step, identical ones as one point and one row. A GPU has two limits, drawn as roofs: the slanted one is how fast its memory delivers bytes, the level one how fast it can compute. Only what finds its operands in the cache can be above the roofs; the farther below, the more of the GPU it wastes. To the right is much arithmetic for every byte moved. The larger a point, the more of the time it takes. The roofs are datasheet , the points estimated . 100M 1G 10G 100G 1T 10T 100T 1P 0.0001 0.001 0.01 0.1 1 10 100 1k 10k FLOP per byte moved → ↑ FLOP/s memory: 4.00 TB/s bf16: 410 TFLOP/s fp32: 25.6 TFLOP/s
+Every operation of the step, identical ones as one point and one row. A GPU has two limits, drawn as roofs: the slanted one is how fast its memory delivers bytes, the level one how fast it can compute. Only what finds its operands in the cache can be above the roofs; the farther below, the more of the GPU it wastes. To the right is much arithmetic for every byte moved. The larger a point, the more of the time it takes. The roofs are datasheet , the points estimated . 100M 1G 10G 100G 1T 10T 100T 1P 0.0001 0.001 0.01 0.1 1 10 100 1k 10k FLOP per byte moved → ↑ FLOP/s
 gemm 16384x3072x768 TN bf16: 30.0 % of the GPU time
 gemm 16384x50257x768 TN bf16: 25.0 % of the GPU time
 gemm 16384x768x50257 NN bf16: 20.0 % of the GPU time
 gemm 50257x768x16384 NT bf16: 17.5 % of the GPU time
 adamw 124000000 fp32: 6.0 % of the GPU time
 gelu 50331648 bf16: 1.2 % of the GPU time
-mylib.scan 1000 bf16: 0.2 % of the GPU time
+mylib.scan 1000 bf16: 0.2 % of the GPU time memory: 4.00 TB/s bf16: 410 TFLOP/s fp32: 25.6 TFLOP/s
 gemm
 optimizer
 pointwise
@@ -335,6 +343,28 @@ def test_a_finding_says_why_in_the_words_of_its_rule(report: Report) -> None:
     html = replace(report, rules=pages).to_html()
     assert "Why: odd vocabulary" in _Outline(html).text
     assert "<p>Fix: <code>vocab_size=50304</code> &amp; &lt;mask&gt;.</p>" in html
+
+
+def test_every_part_of_a_figure_has_a_colour(report: Report) -> None:
+    """What has none is black in a bar, and nothing in a legend."""
+    owners = dict.fromkeys(timeline.OWNERS, 1 << 20)
+    bounds = dict.fromkeys((*BOUNDS, LAUNCH, WAITS, EXPOSED), 1e-3)
+    step = replace(report.step, bounds_s=bounds, memory=replace(report.step.memory, owners=owners))
+    html = replace(report, step=step).to_html()
+    classes = set(re.findall(r'class="(?:round )?(c-[\w-]+)"', html))
+    assert {"c-communication", "c-casts-of-parameters", "c-waits"} <= classes
+    assert [name for name in classes if f".{name} {{ fill" not in html] == []
+
+
+def test_roofs_close_to_each_other_have_labels_below_each_other(report: Report) -> None:
+    limits = {"fp16": 2.1e14, "tf32": 2.0e14, "fp32": 1.9e14}
+    device = replace(report.device, peaks_flop_per_s=limits, peak_dtype="fp16", peak_flop_per_s=2.1e14)
+    ops = [replace(report.ops[0], dtype=name) for name in limits]
+    drawn = replace(report, device=device, ops=tuple(ops))
+    groups = text.grouped(drawn.ops)
+    labels = [roof.label_y for roof in roofline(drawn, groups, [1e13] * len(groups)).roofs]
+    assert len(labels) == 3
+    assert all(lower - upper >= 20 for upper, lower in pairwise(labels))
 
 
 def test_nothing_found(healthy: Report) -> None:
@@ -511,6 +541,7 @@ def test_a_profiled_run_is_beside_the_prediction(report: Report) -> None:
         for index, op in enumerate(report.ops)
     )
     page = _Outline(replace(report, ops=ops, measured=run).to_html())
+    assert re.search(r"^time \w+\s50.0 ms\s49.0 to 52.0 ms over 5 steps", page.text, re.MULTILINE)
     assert "GPU busy\n75.0 %" in page.text
     assert "on Tensor Cores\n50.0 %\nof the kernels' time; 25.0 % in code of an older generation" in page.text
     assert "gemm 16384x50257x768 TN bf16 5.00 ms 10.0 ms" in page.text

@@ -105,7 +105,7 @@ def test_a_program_on_a_page_and_in_a_notebook(of_program: Report) -> None:
             "not priced",
         ):
             assert said in page, said
-    assert re.search(r"c-copy[^>]*></i>waits <b>10.0 ms", of_program.to_html())
+    assert re.search(r"c-waits[^>]*></i>waits <b>10.0 ms", of_program.to_html())
 
 
 def test_a_program_is_written_and_read_again_and_is_left_out_where_there_is_none(

@@ -105,14 +105,14 @@ def _run(arguments: list[str]) -> int:
         code = command(*named or VERBS)(arguments, prog_name="tilefit", standalone_mode=False)
         sys.stdout.flush()
     except TilefitError as error:
-        _say("error", str(error))
+        _say(str(error))
         return COULD_NOT_RUN
     except typer.TyperException as error:
         # Without a verb the help was printed, and there is nothing to add.
         if message := error.format_message():
             # The checker of values (pydantic) puts its name for the kind of error before the sentence.
             message = message.replace("Value error, ", "")
-            _say("error", f"{message}\n  Try: {_help_command(arguments)}")
+            _say(f"{message}\n  Try: {_help_command(arguments)}")
         return COULD_NOT_RUN
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -123,15 +123,12 @@ def _run(arguments: list[str]) -> int:
         return INTERRUPTED
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            _say("error", f"no space is left to write to{f': {error.filename}' if error.filename else ''}")
+            _say(f"no space is left to write to{f': {error.filename}' if error.filename else ''}")
             return COULD_NOT_RUN
         if os.environ.get("TILEFIT_DEBUG"):
             raise
-        _say("error", f"{type(error).__name__}: {error}")
-        _say(
-            "",
-            "This is a bug in tilefit. Set TILEFIT_DEBUG=1 to see where it happened, and please report it.",
-        )
+        bug = "This is a bug in tilefit. Set TILEFIT_DEBUG=1 to see where it happened, and please report it."
+        _say(f"{type(error).__name__}: {error}\n{bug}")
         return COULD_NOT_RUN
     return code if isinstance(code, int) else 0
 
@@ -144,7 +141,7 @@ def _help_command(arguments: Sequence[str]) -> str:
     return " ".join(["tilefit", verb, *(kind for kind in arguments[1:2] if kind in kinds), "--help"])
 
 
-def _say(label: str, message: str) -> None:
+def _say(message: str) -> None:
     color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    start = f"\x1b[1;31m{label}:\x1b[0m " if color else f"{label}: "
-    print(f"{start if label else ''}{message}", file=sys.stderr)
+    start = "\x1b[1;31merror:\x1b[0m " if color else "error: "
+    print(f"{start}{message}", file=sys.stderr)

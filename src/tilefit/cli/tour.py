@@ -49,7 +49,7 @@ def tour(gpu: GpuName = None) -> None:
 
     In a terminal each stop waits for Enter. Without --gpu it is an H200's.
     """
-    from tilefit.cli.main import command
+    from tilefit.cli.main import INTERRUPTED, command
     from tilefit.cost.priced import resolve
 
     resolve(gpu or "h200")  # a slip is told before anything is shown
@@ -57,7 +57,9 @@ def tour(gpu: GpuName = None) -> None:
     for number, (words, line) in enumerate(_STOPS, 1):
         arguments = f"{line} --gpu {gpu or 'h200'}"
         print(f"\n{number} of {len(_STOPS)}  {words}\n\n$ tilefit {arguments}\n", flush=True)
-        command(line.split()[0])(arguments.split(), prog_name="tilefit", standalone_mode=False)
+        run = command(line.split()[0])
+        if run(arguments.split(), prog_name="tilefit", standalone_mode=False) == INTERRUPTED:
+            raise KeyboardInterrupt
         if waits and number < len(_STOPS):
             input("\nEnter goes on, Ctrl-C ends. ")
     print("\nNow your own: tilefit check train.py --gpu h200, or tilefit check file.py:factory --gpu h200.")

@@ -18,7 +18,7 @@ from math import inf, isfinite
 from pathlib import Path
 from struct import error as StructError
 from typing import TYPE_CHECKING, Any, NamedTuple
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 from zlib import crc32
 from zlib import error as ZlibError
 
@@ -286,18 +286,25 @@ def read(path: Traversable) -> Calibration:
     """
     try:
         return load(path)
-    except OSError as error:
-        what = f"the calibration cannot be read: {error.strerror or error}"
-        raise TilefitError(what, where=str(path), hint=_HINT) from error
-    except DAMAGED as error:
-        raise TilefitError(f"the calibration cannot be read: {error}", where=str(path), hint=_HINT) from error
+    except (OSError, *DAMAGED) as error:
+        why = error.strerror or error if isinstance(error, OSError) else damage(error)
+        raise TilefitError(f"the calibration cannot be read: {why}", where=str(path), hint=_HINT) from error
+
+
+def damage(error: Exception) -> str:
+    """What one of :data:`DAMAGED` means to who named the file; what is raised here says it itself."""
+    return str(error) if type(error) is ValueError else "it is damaged, or no calibration"
 
 
 def load(path: Traversable) -> Calibration:
     """As :func:`read`, but raises what went wrong: OSError or one of :data:`DAMAGED`."""
     import numpy as np
 
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+    with path.open("rb") as file:
+        if not is_zipfile(file):
+            raise BadZipFile
+        file.seek(0)
+        arrays = np.load(file, allow_pickle=False)
         about = json.loads(str(arrays["about"]))
         if about.get("format", 1) > FORMAT:
             raise ValueError("it was made with a newer version of tilefit")

@@ -15,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from tilefit import gpus
-from tilefit.cost.calibration import DAMAGED, Calibration, load, read
+from tilefit.cost.calibration import DAMAGED, Calibration, damage, load, read
 from tilefit.cost.constants import Constants, LinkConstants, constants
 from tilefit.cost.launch import KNOWN_HOST, UNKNOWN_HOST
 from tilefit.cost.measured import MeasuredRun
@@ -366,7 +366,7 @@ def _users(path: Path, changed_ns: int, gpu: str) -> Calibration:
     except DAMAGED as error:
         aside = path.rename(corrupt_name(path))
         raise TilefitError(
-            f"the calibration of this GPU cannot be used: {error}",
+            f"the calibration of this GPU cannot be used: {damage(error)}",
             where=str(path),
             hint=f"It was moved to {aside.name}. Run the command again to go on without it, or make a new "
             "one: tilefit calibrate.",

@@ -15,6 +15,7 @@ from tilefit import console, units
 from tilefit.formats import FORMATS, render, renders
 from tilefit.report import Report, text
 from tilefit.report.markdown import escape, table
+from tilefit.rules.finding import THROUGHPUT
 from tilefit.rules.sites import pattern
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ def _sections(outcome: Outcome) -> Iterator[_Section]:
         items = [(f"checkpoint: {too_large}", "")] if too_large else []
         for each, reason in outcome.left:
             saves = " ".join(_gain(each.gain_s, outcome.report.step.time_s))  # alone
+            if each.level == THROUGHPUT:
+                saves = text.times_the_work(each.gain_s / outcome.report.step.time_s)
             head = f"{each.code}  {saves}  {each.level}  {each.where}: {reason}"
             items.append((head, each.advice))
         yield _Section(_LEFT, items=items)

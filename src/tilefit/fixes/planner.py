@@ -186,7 +186,9 @@ def _refuse_unchangeable(model: object) -> None:
         UsageError: it is none.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"a {type(model).__name__} cannot be optimized", hint="Pass a torch.nn.Module.")
+        raise UsageError(
+            f"what is of type {type(model).__name__} cannot be optimized", hint="Pass a torch.nn.Module."
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError("the model was scripted or traced, and cannot be changed", hint="Optimize it first.")
     if hasattr(model, "_orig_mod"):

@@ -25,10 +25,13 @@ from tilefit.profiling.operations import Operations, Unit, renumbered
 from tilefit.profiling.trace import KERNEL, RANGE, Kernel, Trace
 from tilefit.report import Report
 from tilefit.report.report import HostWait, MeasuredOp, MeasuredStep
+from tilefit.units import seconds
 
 _NS = 1e-9
 #: Launch costs are searched between these multiples of the model's.
 _LAUNCH_SCALES = (0.0, 20.0)
+#: A run is told to be longer than what explains it where it is by this factor. A choice.
+_UNEXPLAINED = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,14 @@ def measure(
         memory_bound_s=_time_s(chain.from_iterable(memory_bound)),
         unmatched_s=_time_s(chain.from_iterable(done[unmatched_from:])),
     )
-    return Measured(replace(report, ops=ops, measured=summary), steps)
+    notes = report.notes
+    if summary.time_s > _UNEXPLAINED * report.step.time_s:
+        ran, explained = seconds(summary.time_s), seconds(report.step.time_s)
+        notes += (
+            f"A step of the run took {ran}, of which the GPU and launches explain {explained}: for the rest "
+            "the host did something else, such as loading data. What a change saves is of what is explained.",
+        )
+    return Measured(replace(report, ops=ops, measured=summary, notes=notes), steps)
 
 
 # ---- the operations ------------------------------------------------------------------------------

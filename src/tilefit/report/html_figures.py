@@ -26,6 +26,8 @@ _LARGEST_RADIUS = 22.0
 _SMALLEST_RADIUS = 2.5
 #: The roofline's vertical axis ends this far below the highest roof; slower operations lie on its lower edge.
 _DEPTH = 1e-6
+#: Of a label of the roofline, on a narrow screen.
+_LABEL_HEIGHT = 24.0
 #: The shortest piece of the step that is drawn by itself, as a share of the GPU's time.
 _SHORTEST_PIECE = 0.001
 
@@ -67,10 +69,11 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """A limit of the GPU: a horizontal line from ``x`` to the right edge."""
+    """A limit of the GPU: a horizontal line from ``x`` to the right edge, with a label of its own height."""
 
     x: float
     y: float
+    label_y: float
     label: str
 
 
@@ -171,6 +174,13 @@ def roofline(report: Report, groups: Sequence[OpGroup], rates: Sequence[float]) 
         )
         for index, group, intensity, rate in placed
     ]
+    roofs: list[Roof] = []
+    for name in used:
+        # Above its line, where the label of the roof above it leaves room.
+        y = y_at(limits[name])
+        label_y = max(y - 6, roofs[-1].label_y + _LABEL_HEIGHT) if roofs else y - 6
+        label = f"{name}: {units.rate(limits[name])}"
+        roofs.append(Roof(x_at(limits[name] / bandwidth), y, round(label_y, 1), label))
     return Roofline(
         frame=frame,
         x_ticks=tuple(Tick(x_at(10.0**p), _power(p)) for p in range(x_first, x_last + 1)),
@@ -178,10 +188,7 @@ def roofline(report: Report, groups: Sequence[OpGroup], rates: Sequence[float]) 
         memory=memory,
         memory_label=f"memory: {units.size(bandwidth)}/s",
         angle=_angle(memory),
-        roofs=tuple(
-            Roof(x_at(limits[name] / bandwidth), y_at(limits[name]), f"{name}: {units.rate(limits[name])}")
-            for name in used
-        ),
+        roofs=tuple(roofs),
         dots=_by_size(dots),
         colors=tuple(dict.fromkeys(color(group.op.kind) for group in groups)),
     )
@@ -419,7 +426,7 @@ def batch_curve(report: Report) -> BatchCurve | None:
                 _short,
             ),
             _panel(
-                "time of a step",
+                "time of a step" if report.settings.training else "time of a call",
                 report.batch,
                 [(p, p.time_s, p.low_s, p.high_s) for p in points],
                 units.seconds,

@@ -137,10 +137,7 @@ def _facts(report: Report, row: Row) -> list[tuple[str, str]]:
     bytes_per_s = op.moved_bytes / row.each_s if row.each_s else 0.0
     count = f"{units.count(row.group.count)} times" if row.group.count > 1 else "once"
     facts = [
-        (
-            "runs",
-            f"{count}, in the {op.phase} pass" if op.phase != "optimizer" else f"{count}, in the optimizer",
-        ),
+        ("runs", f"{count}, {text.PHASE_NAMES[op.phase]}"),
         (
             "time",
             f"{units.seconds(row.each_s)} each ({units.interval(low_s, high_s)}), {op.provenance}",

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from tilefit import units
-from tilefit.cost.estimate import WAITS
 from tilefit.formats import renders
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
 from tilefit.report import html_figures, html_measured, html_modules, html_operations, program, text
 from tilefit.report.answer import answer, bulk, price_of, work
 from tilefit.report.report import Document, Report, across
@@ -30,14 +28,6 @@ if TYPE_CHECKING:
 
 #: Rows of the table of operations that are shown until all are asked for.
 ROWS_SHOWN = 40
-
-#: What the page calls the phases.
-_PHASE_NAMES = {
-    FORWARD: "forward",
-    BACKWARD_DATA: "data gradient",
-    BACKWARD_WEIGHT: "weight gradient",
-    OPTIMIZER: "optimizer",
-}
 
 
 @renders(Document, "html")
@@ -115,17 +105,13 @@ def _bars(report: Report) -> list[tuple[str, list[tuple[str, str, float]]]]:
     return [
         (
             "limited by",
-            [
-                ("copy" if name == WAITS else name, name, time_s)
-                for name, time_s in step.bounds_s.items()
-                if time_s
-            ],
+            [(name, name, time_s) for name, time_s in step.bounds_s.items() if time_s],
         ),
         (
             "by pass",
             [
                 (phase, name, step.phases_s[phase])
-                for phase, name in _PHASE_NAMES.items()
+                for phase, name in text.PHASE_NAMES.items()
                 if step.phases_s.get(phase)
             ],
         ),
@@ -210,7 +196,7 @@ def _environment() -> Environment:
         nothing=text.NOTHING,
         nothing_wrong=text.NOTHING_WRONG,
         rows_shown=ROWS_SHOWN,
-        phases=_PHASE_NAMES,
+        phases=text.PHASE_NAMES,
         error=ERROR,
         throughput=THROUGHPUT,
     )

@@ -40,7 +40,7 @@ _LAYOUTS = {
 _BOUNDS = {
     "math": "the arithmetic units are busy",
     "memory": "they wait for bytes",
-    "latency": "the work is too small to fill the GPU: starting and ending it takes the time",
+    "latency": "too little runs at once to fill the GPU, or starting and ending it takes the time",
 }
 
 

@@ -145,8 +145,8 @@ def serving(each: Serving) -> str:
     """
     rate = units.number(each.batch / each.step_s)
     if not each.prompt_tokens:
-        steps = units.number(1 / each.step_s)
-        return f"{steps} steps/s with {counted(each.batch, 'sample')} each, {rate} samples/s"
+        calls = units.number(1 / each.step_s)
+        return f"{calls} calls/s with {counted(each.batch, 'sample')} each, {rate} samples/s"
     prompts = f"the prompt, {each.prompt_tokens:,} tokens, takes"
     if each.batch > 1:
         prompts = f"the prompts, {each.prompt_tokens:,} tokens each, take"

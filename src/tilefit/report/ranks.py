@@ -181,7 +181,8 @@ def headline(ranks: Ranks) -> tuple[str, str]:
             f"{seconds(ranks.exposed_s)} are waited, {seconds(ranks.late_s)} of it for other ranks (bubbles)"
         )
         return "Rank", f"{said}: {seconds(total_s)}; {waited}"
-    return "Ranks", f"{said}: {seconds(total_s)}, of which {seconds(ranks.exposed_s)} are waited for"
+    waited = f"of which {seconds(ranks.exposed_s)} are waited for" if ranks.exposed_s else "all of it hidden"
+    return "Ranks", f"{said}: {seconds(total_s)}, {waited}"
 
 
 def everything(ranks: Ranks) -> Iterator[tuple[str, list[str]]]:

@@ -17,6 +17,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 
 #: Short names of the phases, for tables.
 PHASES = {FORWARD: "fwd", BACKWARD_DATA: "dgrad", BACKWARD_WEIGHT: "wgrad", OPTIMIZER: "opt"}
+#: Their names where there is room.
+PHASE_NAMES = {
+    FORWARD: "forward",
+    BACKWARD_DATA: "data gradient",
+    BACKWARD_WEIGHT: "weight gradient",
+    OPTIMIZER: "optimizer",
+}
 
 PROVENANCE = {
     "datasheet": "from the GPU's datasheet",
@@ -131,7 +138,7 @@ def gain(finding: Finding) -> str:
     if not finding.gain_s:
         return "not priced"
     if finding.safety == THROUGHPUT:
-        return f"{units.number(_times_the_work(finding, finding.gain_s))} times the throughput"
+        return f"{times_the_work(finding.gain_fraction)} the throughput"
     return f"saves {units.seconds(finding.gain_s)} ({units.share(finding.gain_fraction)})"
 
 
@@ -139,15 +146,14 @@ def likely(finding: Finding) -> str:
     """The 80 % interval of what :func:`gain` says; empty where nothing has a price."""
     ends = finding.gain_low_s, finding.gain_high_s
     if finding.safety == THROUGHPUT:
-        low, high = (units.number(_times_the_work(finding, end_s)) for end_s in ends)
-        return f"{low} to {high} times"
+        low, high = (times_the_work(end_s * finding.gain_fraction / finding.gain_s) for end_s in ends)
+        return f"{low.removesuffix(' times')} to {high}"
     return units.interval(*ends) if finding.gain_s else ""
 
 
-def _times_the_work(finding: Finding, saved_s: float) -> float:
-    """Work per second over that of the step, where the step's own work would take so much less."""
-    step_s = finding.gain_s / finding.gain_fraction
-    return step_s / max(step_s - saved_s, 1e-9 * step_s)
+def times_the_work(saved: float) -> str:
+    """``1.54 times``: work per second, where the step's own work would take less by this share."""
+    return f"{units.number(1 / max(1 - saved, 1e-9))} times"
 
 
 def at_most(findings: Iterable[Finding]) -> str:
@@ -303,7 +309,7 @@ def gain_cell(finding: Finding | None) -> str:
     if finding.severity == ERROR or not finding.gain_s:
         return gain(finding)
     if finding.safety == THROUGHPUT:
-        return f"{units.number(_times_the_work(finding, finding.gain_s))} times"
+        return times_the_work(finding.gain_fraction)
     return units.share(finding.gain_fraction)
 
 

@@ -99,7 +99,7 @@ class Unfused(Rule):
         least_s = _LEAST_SHARE * before.time_s
         worst = [f"{name} {seconds(time_s)}" for name, time_s in ranked[:_WORST] if time_s > least_s]
         others = "".join(
-            f"; {seconds(time_s)} of the saving is the compiler's own {what}"
+            f"; {seconds(time_s)} of the GPU time saved is the compiler's own {what}"
             for what, time_s in others_s.items()
             if time_s > least_s
         )
