@@ -144,6 +144,14 @@ def likely(finding: Finding) -> str:
     return units.interval(*ends) if finding.gain_s else ""
 
 
+def largest_batch(report: Report) -> str:
+    """The samples of a step that fit, ``4 x 174`` of several micro-batches; empty where that is not known."""
+    most, parts = report.step.largest_batch, report.program.micro_batches if report.program else 1
+    if most is None:
+        return ""
+    return units.count(most) if parts == 1 else f"{parts} x {units.count(most // parts)}"
+
+
 def _times_the_work(finding: Finding, saved_s: float) -> float:
     """Work per second over that of the step, where the step's own work would take so much less."""
     step_s = finding.gain_s / finding.gain_fraction
@@ -290,7 +298,7 @@ COMPARED: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("memory used", lambda r: units.share(r.step.memory.share)),
     (
         "largest batch",
-        lambda r: "unknown" if r.step.largest_batch is None else units.count(r.step.largest_batch),
+        lambda r: largest_batch(r) or "unknown",
     ),
     ("findings", lambda r: str(len(r.findings))),
 )
