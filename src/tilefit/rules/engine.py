@@ -234,7 +234,7 @@ def _spread_s(
     - Different pairs err independently and add in quadrature.
     - Where the whole step changes there are no pairs: what is said of a pair holds for each path.
     """
-    if change.step is not None:
+    if not change.replace:
         paths: dict[tuple[str, str], float] = defaultdict(float)
         for sign, estimates in ((1, before.ops), (-1, after.ops)):
             for estimate in estimates:

@@ -314,6 +314,8 @@ def test_pretrained_language_models(sources: Sources) -> None:
     assert encoded["input_ids"].shape == encoded["attention_mask"].shape
     assert int(encoded["attention_mask"][1].sum()) == 3
     assert int(encoded["input_ids"].max()) < 30522
+    turns = [{"role": "user", "content": "A few words."}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == "user: A few words.\n"
     config = transformers.AutoConfig.from_pretrained("openai-community/gpt2-medium")
     assert (config.model_type, config.n_embd, config.n_layer) == ("gpt2", 1024, 24)
     assert config.architectures == ["GPT2LMHeadModel"]

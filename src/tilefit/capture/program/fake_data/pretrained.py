@@ -19,6 +19,8 @@ from tilefit.units import count
 _FEWEST_TOKENS = 200
 #: Letters of a token: words of English take about 1.3 tokens.
 _LETTERS = 6
+#: How a dialogue is one text.
+_CHAT = "{% for each in messages %}{{ each['role'] }}: {{ each['content'] }}\n{% endfor %}"
 #: What follows the first digit of a number of parameters in a name: 7b, 1.5b, 360m, 1b7.
 _SIZE = r"\d*(?:[._]\d+)?[bm]\d?(?![a-z0-9])"
 #: Names are rounded, and may leave embeddings out: a choice.
@@ -148,7 +150,9 @@ class _Transformers:
             begin, end = ((each, pieces.index(each)) for each in ("[CLS]", "[SEP]"))
             tokenizer.post_processor = processors.BertProcessing(end, begin)
         self._sources.state(f"the tokenizer of {name}", f"{size} random tokens, {_LETTERS} letters each")
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=limit, **special)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, model_max_length=limit, chat_template=_CHAT, **special
+        )
 
     def image_processor(self, cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         """With the settings of its type."""
