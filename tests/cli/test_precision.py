@@ -58,6 +58,12 @@ def test_an_option_behind_the_script_is_the_scripts_and_that_is_said(tilefit, sc
     assert "arguments ['--steps=2', '--unscale']" in ran.err
 
 
+def test_arguments_of_the_script_may_stand_behind_dashes(tilefit, script: Path) -> None:
+    ran = tilefit("precision", "train.py", "--", "--steps=2", "--unscale")
+    assert "went to train.py" not in ran.err
+    assert "arguments ['--steps=2', '--unscale']" in ran.err
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -290,6 +290,7 @@ def of_program() -> Report:
             HostEvent(18, WAIT, "item", line),
             HostEvent(18, TO_HOST, "cpu", other, 64, True, True),
         ),
+        micro_batches=4,
         assumptions=(
             Assumption("item", "fp32[]", "2.31", "train.py:41", 6),
             Assumption("isnan", "fp32[]", "False", "train.py:42"),

@@ -85,6 +85,8 @@ def test_a_larger_batch_is_judged_by_its_time_for_the_same_work(run_with) -> Non
     (finding,) = run_with(step, proposal(change))
     # Both read the same weights, which is all the time there is: four times the work costs once as much.
     assert finding.gain_fraction == pytest.approx(3 / 4, rel=0.02)
+    # It cannot do more than four times the work in the time.
+    assert finding.gain_s <= finding.gain_high_s <= finding.gain_s / finding.gain_fraction * 3 / 4 * 1.000001
 
 
 def test_what_is_not_worth_it_is_dropped(step: Step, run_with) -> None:

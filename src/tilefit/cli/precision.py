@@ -104,7 +104,11 @@ def precision(
         refuse_given(context, ["find_non_finite"], "the emulated GPU has no values")
     else:
         refuse_given(context, ["fake_data"], "it goes with --gpu")
-    step_options.note_misplaced(context, str(script), arguments or ())
+    own = list(arguments or ())
+    if own[:1] == ["--"]:  # as other verbs have it
+        del own[0]
+    else:
+        step_options.note_misplaced(context, str(script), own)
     from tilefit.precision.watching import Watch
 
     watch = Watch(
@@ -115,7 +119,7 @@ def precision(
         select=selection.select,
         ignore=selection.ignore,
     )
-    run = _Run(script, list(arguments or ()), watch, shown, looks.strict)
+    run = _Run(script, own, watch, shown, looks.strict)
     error, interrupted = run.emulated(emulation) if emulation.gpu else run.as_it_is()
     if error is None and not watch.steps and not interrupted:
         error = TargetError(

@@ -71,6 +71,7 @@ class Around:
         serving: What a step that trains nothing gets done; None of one that does.
         own_s: Of the host's time, seconds of work on tensors of the CPU's, beside loaders.
         updates: Whether it changes parameters.
+        micro_batches: Forward passes over samples of their own that a step sums the gradients of.
     """
 
     command: str
@@ -84,6 +85,7 @@ class Around:
     serving: Serving | None = None
     own_s: float = 0.0
     updates: bool = True
+    micro_batches: int = 1
 
     @classmethod
     def of(cls, program: Program, streams: Streams | None = None, run: Sequence[Step] = ()) -> Around:
@@ -98,6 +100,7 @@ class Around:
             program.fake,
             Ranks.of(program, streams, run),
             updates=program.updates,
+            micro_batches=program.micro_batches,
         )
 
     @property

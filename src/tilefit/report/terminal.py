@@ -120,7 +120,8 @@ def _headline(report: Report, width: int, prices: Mapping[str, float] | None) ->
     grid.add_row("Rate", _rate(report))
     grid.add_row("Bound", _bounds(report))
     memory = f"{units.capacity(step.memory_bytes)} of {units.capacity(report.device.memory_bytes)}"
-    fit = "" if step.largest_batch is None else f"  largest batch that fits {units.count(step.largest_batch)}"
+    most = text.largest_batch(report)
+    fit = f"  largest batch that fits {most}" if most else ""
     too_much = step.memory.share > 1
     if step.memory_bytes:  # a trace does not tell
         grid.add_row(

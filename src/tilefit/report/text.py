@@ -156,6 +156,14 @@ def times_the_work(saved: float) -> str:
     return f"{units.number(1 / max(1 - saved, 1e-9))} times"
 
 
+def largest_batch(report: Report) -> str:
+    """The samples of a step that fit, ``4 x 174`` of several micro-batches; empty where that is not known."""
+    most, parts = report.step.largest_batch, report.program.micro_batches if report.program else 1
+    if most is None:
+        return ""
+    return units.count(most) if parts == 1 else f"{parts} x {units.count(most // parts)}"
+
+
 def at_most(findings: Iterable[Finding]) -> str:
     """``, saving at most 7.97 ms each``: of findings that are not shown; a larger batch saves nothing."""
     saved = [each.gain_s for each in findings if each.safety != THROUGHPUT]
@@ -296,7 +304,7 @@ COMPARED: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("memory used", lambda r: units.share(r.step.memory.share)),
     (
         "largest batch",
-        lambda r: "unknown" if r.step.largest_batch is None else units.count(r.step.largest_batch),
+        lambda r: largest_batch(r) or "unknown",
     ),
     ("findings", lambda r: str(len(r.findings))),
 )

@@ -26,8 +26,8 @@ class Change:
 
     Attributes:
         replace: New operations by index into ``Step.ops``; an empty tuple removes the operation.
-        step: The whole changed step, where it is not a matter of single operations (compilation);
-            ``replace`` is then empty.
+        step: The whole changed step, where it is not a matter of single operations (compilation, copies
+            and collectives of a program); ``replace`` is then empty, or has the new one of each.
         rewrite: Makes ``step`` of a step, where it can be made of one that other changes have been made to.
         work_ratio: Work the changed step does, relative to the original (a step on twice the batch does
             2.0); the gain is per unit of the original's work.

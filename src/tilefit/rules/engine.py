@@ -168,11 +168,10 @@ def changed(step: Step, change: Change) -> Step:
 def gain(before: StepEstimate, after: StepEstimate, change: Change) -> tuple[float, float, float]:
     """What a change saves, in seconds per step of the original's work, and the 80 % interval of it."""
     gain_s = before.time_s - after.time_s / change.work_ratio
-    return (
-        gain_s,
-        gain_s - _spread_s(before, after, change, _below_s, _above_s),
-        gain_s + _spread_s(before, after, change, _above_s, _below_s),
-    )
+    high_s = gain_s + _spread_s(before, after, change, _above_s, _below_s)
+    if change.work_ratio > 1.0:  # more work takes no less time
+        high_s = max(gain_s, min(high_s, before.time_s * (1.0 - 1.0 / change.work_ratio)))
+    return gain_s, gain_s - _spread_s(before, after, change, _below_s, _above_s), high_s
 
 
 def _price(context: Context, code: str, proposal: Proposal) -> Finding:
@@ -235,7 +234,7 @@ def _spread_s(
     - Different pairs err independently and add in quadrature.
     - Where the whole step changes there are no pairs: what is said of a pair holds for each path.
     """
-    if change.step is not None:
+    if not change.replace:
         paths: dict[tuple[str, str], float] = defaultdict(float)
         for sign, estimates in ((1, before.ops), (-1, after.ops)):
             for estimate in estimates:

@@ -24,6 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tilefit.capture.program.fake_data import Sources, fake_data
+from tilefit.capture.program.fake_data.pretrained import _type_in
+from tilefit.capture.program.fake_data.sources import is_missing
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.errors import TargetError
 
@@ -312,8 +314,11 @@ def test_pretrained_language_models(sources: Sources) -> None:
     assert encoded["input_ids"].shape == encoded["attention_mask"].shape
     assert int(encoded["attention_mask"][1].sum()) == 3
     assert int(encoded["input_ids"].max()) < 30522
+    turns = [{"role": "user", "content": "A few words."}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == "user: A few words.\n"
     config = transformers.AutoConfig.from_pretrained("openai-community/gpt2-medium")
     assert (config.model_type, config.n_embd, config.n_layer) == ("gpt2", 1024, 24)
+    assert config.architectures == ["GPT2LMHeadModel"]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         "prajjwal1/bert-tiny-v2", num_labels=5, num_hidden_layers=1, hidden_size=16, num_attention_heads=2
     )
@@ -321,6 +326,53 @@ def test_pretrained_language_models(sources: Sources) -> None:
     assert model.config.hidden_size == 16
     with pytest.raises(OSError, match="names no type of model"):
         transformers.AutoConfig.from_pretrained("someone/secret-sauce")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("google/gemma-2b", "gemma"),
+        ("google/gemma-2-9b", "gemma2"),
+        ("Qwen/Qwen2.5-0.5B", "qwen2"),
+        ("someone/qwen-2.5b", "qwen"),
+        ("xlm-roberta-base", "xlm-roberta"),
+        ("someone/detr-resnet-50", "detr"),  # DETR on a ResNet
+        ("nvidia/mit-b0", ""),  # not "dia"
+        ("bert/large", "bert"),
+    ],
+)
+def test_types_of_models_in_names_of_checkpoints(name: str, kind: str) -> None:
+    """Numbers in them are versions or sizes."""
+    types = ["gemma", "gemma2", "qwen", "qwen2", "bert", "roberta", "xlm-roberta", "detr", "resnet", "dia"]
+    assert _type_in(name, types) == kind
+
+
+def test_a_model_of_another_size_than_its_name_tells_is_remarked(sources: Sources) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "word_embed_proj_dim": 64}
+    for name in ("someone/opt-1b3", "someone/opt-3m", "someone/opt-model"):
+        transformers.OPTForCausalLM.from_pretrained(name, num_attention_heads=2, **small)
+    told = [each for each in sources.found if "random weights" in each]
+    assert [("config.json" in each) for each in told] == [True, False, False], told
+    assert "not 1B3" in told[0]
+    tied = transformers.AutoModelForCausalLM.from_pretrained("gpt2", n_layer=1)
+    assert tied.config.name_or_path == "gpt2"  # of which trainers make the tokenizer
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+
+
+def test_a_tokenizer_without_its_files_is_missing() -> None:
+    """A llama's, say: transformers raises a ValueError."""
+    assert is_missing(ValueError("Couldn't instantiate the backend tokenizer from one of: ..."))
+    assert not is_missing(ValueError("num_heads must divide hidden_size"))
+
+
+def test_dialogues_and_preferences_have_their_columns(sources: Sources) -> None:
+    from datasets import load_dataset
+
+    turns = load_dataset("someone/capybara", split="train")[0]["messages"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant"]
+    pair = load_dataset("someone/ultrafeedback_binarized", split="train")[0]
+    assert {*pair} == {"prompt", "chosen", "rejected"}
 
 
 def test_side_libraries_do_nothing() -> None:
@@ -339,5 +391,6 @@ def test_side_libraries_do_nothing() -> None:
         writer = SummaryWriter("runs")
         writer.add_scalar("loss", torch.tensor(1.0), 1)
         assert list(plt.figure()) == []
+        assert plt.rcParams.colour + "a text" + plt.rcParams.reset == "a text"
     assert "the library matplotlib: does nothing" in found
     assert "matplotlib" not in sys.modules

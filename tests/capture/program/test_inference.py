@@ -474,6 +474,43 @@ with torch.no_grad():
     assert step.program.step == "a call of Target, 4 calls of Draft, a batch of 1"
 
 
+_TWO_MODELS = """
+class Draft(nn.Linear): pass
+class Target(nn.Linear): pass
+draft, target = Draft(16, 16).cuda().eval(), Target(16, 16).cuda().eval()
+def tokens(model, x):
+    for _ in range(9):
+        x = model(x)[:1]
+with torch.no_grad():
+    tokens(target, torch.zeros(32, 16).cuda())
+    tokens(draft, torch.zeros(8, 16).cuda())
+"""
+
+
+def test_models_one_after_the_other_are_no_target_and_draft(tmp_path: Path) -> None:
+    step = _run(tmp_path, _IMPORTS + _TWO_MODELS)
+
+    assert step.program is not None
+    assert step.program.step == "a call of Target, a batch of 1"
+    assert step.prompt is not None
+    assert step.prompt.inputs == ("input: float32[32,16]",)
+
+
+def test_models_alone_and_then_together_are_their_step_together(tmp_path: Path) -> None:
+    """Its prompt was not the first of all calls."""
+    together = """
+    x = torch.zeros(1, 16).cuda()
+    for _ in range(9):
+        for _ in range(3):
+            x = draft(x)
+        x = target(x)
+"""
+    step = _run(tmp_path, _IMPORTS + _TWO_MODELS + together)
+
+    assert step.program is not None
+    assert step.program.step == "a call of Target, 3 calls of Draft, a batch of 1"
+
+
 def test_beams_are_of_one_sample(tmp_path: Path) -> None:
     text = """
 import transformers

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+
+import pytest
 
 from builders import StepBuilder, gpt2
 from tilefit.gpus import Gpu
-from tilefit.ops import Gemm, Memory, Program, Settings, Step
+from tilefit.ops import Gemm, HostEvent, Memory, Program, Settings, Site, Step
+from tilefit.ops.program import TO_GPU
 from tilefit.rules import run
 
 GB = 10**9
@@ -49,6 +53,15 @@ def test_fewer_and_larger_micro_batches_only_where_there_are_some(h200: Gpu) -> 
     too_large = replace(small(256, 257 * GB), program=Program("", "", micro_batches=16))
     (error,) = run(too_large, h200, select=["BAT002"])
     assert f"micro-batches of at most {int((0.94 * h200.memory_bytes - GB) / GB) // 16} " in error.fix
+
+
+def test_copies_of_a_larger_batch_are_in_its_price(h200: Gpu) -> None:
+    """What the headline says is what the table of batches says."""
+    copy = HostEvent(0, TO_GPU, "to", Site("", "train.py:3"), 200_000)
+    step = replace(small(16, 17 * GB), program=Program("", "", events=(copy,)))
+    (finding,) = run(step, h200, select=["BAT"])
+    times = float(re.findall(r"it would do ([\d.]+) times", finding.message)[0])
+    assert 1 / (1 - finding.gain_fraction) == pytest.approx(times, rel=0.01)
 
 
 def test_beyond_the_knee_it_is_silent(h200: Gpu) -> None:

@@ -102,6 +102,20 @@ def test_wide_logits_cost_their_passes() -> None:
     assert finding.gain_s > (6 + 8 + 8 + 6 - 6) * logits / 4.8e12
 
 
+def test_micro_batches_with_wide_logits_are_one_finding() -> None:
+    """They are one loss in the program, and one line changes all of them."""
+
+    class Accumulating(LanguageModel):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return torch.stack([super(Accumulating, self).forward(part) for part in tokens.chunk(4)]).sum()
+
+    step = capture(Accumulating(vocabulary=64000, layers=1), tokens(), amp="bf16")
+    (finding,) = findings(step, "NTC004")
+    assert finding.message.endswith("in fp32, 4 times")
+    (whole,) = findings(capture(LanguageModel(vocabulary=64000, layers=1), tokens(), amp="bf16"), "NTC004")
+    assert finding.gain_s == pytest.approx(whole.gain_s, rel=0.1)
+
+
 @pytest.mark.parametrize("options", [{"train": False}, {}])
 def test_half_losses_small_vocabularies_and_inference_are_healthy(options: dict[str, bool]) -> None:
     small = 64000 if options else 4096

@@ -81,11 +81,11 @@ class StepFinder:
         self._called: _Called = (0, ())
         self._called_at = 0
         self._has_ended = False
-        #: The models of the step; how often it was made again since, and others were called; whether it is
-        #: sure of whose calls it is.
+        #: The models of the step; how often one was called again since, and had been when others were called
+        #: first; whether it is sure of whose calls it is.
         self._inside: set[int] = set()
         self._again, self._is_settled = 0, False
-        self._others: Counter[_Called] = Counter()
+        self._others: dict[_Called, int] = {}
         #: Calls that a backward pass may still follow.
         self.forwards = 0
         self._lines: dict[int, str] = {}
@@ -115,6 +115,11 @@ class StepFinder:
     def infers(self) -> bool:
         """Whether nothing was trained so far: the step is of calls."""
         return not (self._counts or self._backwards)
+
+    @property
+    def began_with_it(self) -> bool:
+        """Whether the first call of all was of the model that the step is a call of."""
+        return next(iter(self._calls), self._called)[0] == self._called[0]
 
     @property
     def is_to_train(self) -> bool:
@@ -202,18 +207,20 @@ class StepFinder:
         self._on_begin()
 
     def _called_behind(self, model: object, key: _Called) -> None:
-        """A call behind the step: of a model for whose calls those of the step are made, it begins anew."""
-        self._again += key == self._called
-        if key[0] not in self._inside and any(True for _ in getattr(model, "parameters", tuple)()):
-            self._others[key] += 1
-            if self._others[key] == 2 and self._again <= _INTERLEAVED:
-                self._has_ended, self._is_settled = False, True
-                self._calls[key] = self._skip + 1
-                self._others.clear()
-                self._again = 0
-                self._begin_at(key, self._skip + 1)
-                return
-        self._on_call()
+        """A call behind the step: of a model between whose calls those of the step are made, it begins anew.
+
+        Where one model is done and another follows, none of the first lie between the other's.
+        """
+        self._again += key[0] in self._inside
+        is_another = key[0] not in self._inside and any(True for _ in getattr(model, "parameters", tuple)())
+        if is_another and self._others.setdefault(key, self._again) < self._again <= _INTERLEAVED:
+            self._has_ended, self._is_settled = False, True
+            self._calls[key] = self._skip + 1
+            self._others.clear()
+            self._again = 0
+            self._begin_at(key, self._skip + 1)
+        else:
+            self._on_call()
 
     def capturing(self, graph: Captured) -> None:
         """A CUDA graph is captured from now on: the step begins anew behind it."""

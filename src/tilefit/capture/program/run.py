@@ -311,8 +311,8 @@ class _Capture:
             optimizers=self.finder.lines,
             network=self.options.network,
         )
-        first = self._first if self.finder.infers and isinstance(self._first, Step) else None
-        if first is not None and first.inputs != step.inputs:
+        first = self._first if self.finder.infers and self.finder.began_with_it else None
+        if isinstance(first, Step) and first.inputs != step.inputs:
             step = replace(step, prompt=first)
         step = replace(step, program=program)
         return replace(step, notes=(*step.notes, _CUT)) if self._cut else step

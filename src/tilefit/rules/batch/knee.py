@@ -76,7 +76,7 @@ class BatchBelowKnee(Rule):
             ),
             fix=_fix(step, knee),
             safety=UNSAFE,
-            change=Change({i: (entry,) for i, entry in enumerate(scaled[knee].ops)}, work_ratio=knee),
+            change=Change({i: (entry,) for i, entry in enumerate(scaled[knee].ops)}, knee, scaled[knee]),
             arithmetic=(
                 *(
                     f"batch {factor * step.batch}: {number(rate)} samples/s, "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from tilefit.ops import FORWARD, StepOp, Streaming
+from collections import defaultdict
+
+from tilefit.ops import FORWARD, Step, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
-from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
+from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import Flow, elements, linear_calls, tensor_bytes
-from tilefit.rules.layers import gemm
+from tilefit.rules.layers import Linear, gemm
 from tilefit.rules.merging import instead
 from tilefit.units import size
 
@@ -62,43 +64,50 @@ class WideLoss(Rule):
         if not step.settings.training:
             return
         flow = Flow(step)
+        losses: dict[tuple[str, int, int, str, int], list[list[int]]] = defaultdict(list)
+        layers: dict[str, Linear] = {}
         for call in linear_calls(step):
             entry = step.ops[call.forward]
             op = gemm(step, call.forward)
             if op.n < LARGE_VOCABULARY or op.dtype not in HALVES or entry.recomputed:
                 continue
             gradients = [i for i in (call.backward_data, call.backward_weight) if i is not None]
-            if not gradients:
-                continue
-            chain = _chain(flow, call.forward, gradients, op.m * op.n)
-            roles = {e.op.category for e in (step.ops[i] for i in chain)}
-            wide = {
-                ref.id: ref
-                for i in chain
-                for ref in step.ops[i].outputs
-                if ref.dtype == "fp32" and elements(ref) >= _SAME_SIZE * op.m * op.n
-            }
-            if not wide or "softmax" not in roles:
-                continue
-            logits = op.m * op.n
-            half = size_bytes(op.dtype)
-            fused = Streaming("loss", logits, 2 * logits * half, logits * half, op.dtype, inner=op.n)
-            kernel = StepOp(fused, FORWARD, step.ops[chain[0]].site, "fused cross entropy")
-            moved = sum(step.ops[i].op.moved_bytes for i in chain)
+            chain = _chain(flow, call.forward, gradients, op.m * op.n) if gradients else []
+            if _widened(step, chain, op.m * op.n) and any(
+                step.ops[i].op.category == "softmax" for i in chain
+            ):
+                layers[call.layer.module] = call.layer
+                losses[call.layer.module, op.m, op.n, op.dtype, len(chain)].append(chain)
+        for (module, rows, vocabulary, dtype, kernels), chains in losses.items():  # of micro-batches, say
+            logits, half = rows * vocabulary, size_bytes(dtype)
+            fused = Streaming("loss", logits, 2 * logits * half, logits * half, dtype, inner=vocabulary)
+            replaced: Edits = {}
+            for chain in chains:
+                kernel = StepOp(fused, FORWARD, step.ops[chain[0]].site, "fused cross entropy")
+                replaced |= instead(chain, kernel)
+            moved = sum(step.ops[i].op.moved_bytes for i in replaced)
+            times = f", {len(chains)} times" if len(chains) > 1 else ""
             yield Proposal(
-                place=Place.of([call.layer]),
-                message=f"{op.m} x {op.n} logits pass through {len(chain)} kernels, in fp32",
+                place=Place.of([layers[module]]),
+                message=f"{rows} x {vocabulary} logits pass through {kernels} kernels, in fp32{times}",
                 fix="Use a fused cross-entropy that reads the logits in half precision and writes their "
                 "gradient over them: compile the loss alone, as tilefit fix does (fuse-loss), or take Liger "
                 "Kernel's (chunked over rows it also saves their memory).",
                 safety=SAFE,
-                change=Change(instead(chain, kernel)),
+                change=Change(replaced),
                 arithmetic=(
-                    f"{size(moved)} moved; fused {size(fused.moved_bytes)}",
-                    f"copies of the logits in fp32: {size(tensor_bytes(wide.values()))} of memory, "
+                    f"{size(moved)} moved; fused {size(len(chains) * fused.moved_bytes)}",
+                    f"copies of the logits in fp32: {size(_widened(step, chains[0], logits))} of memory, "
                     "less what is freed in between",
                 ),
             )
+
+
+def _widened(step: Step, chain: list[int], logits: int) -> int:
+    """Bytes of the copies of logits in fp32 that a chain makes."""
+    outputs = (ref for i in chain for ref in step.ops[i].outputs)
+    wide = {ref.id: ref for ref in outputs if ref.dtype == "fp32" and elements(ref) >= _SAME_SIZE * logits}
+    return tensor_bytes(wide.values())
 
 
 def _chain(flow: Flow, head: int, gradients: list[int], logits: int) -> list[int]:

@@ -19,6 +19,9 @@ from tilefit.capture.program.late import Change
 #: Rows of a data set, by split. Tokenizing them takes real time, so they are few.
 _ROWS = {"train": 4000, "validation": 500, "test": 500, "unsupervised": 500}
 
+#: What is said in a row of a dialogue: words, by who says them.
+_DIALOGUE = {"user": 24, "assistant": 120}
+
 
 def changes(sources: Sources) -> dict[str, Change]:
     """Answers ``datasets`` where it is installed."""
@@ -111,6 +114,9 @@ def _column(name: str, count: int, classes: int) -> list[Any]:
         "words": lambda index: made.sentence(index).split(),
         "tags": lambda index: made.labels(24, classes).tolist(),
         "answers": lambda index: {"text": [made.sentence(index, 120).split()[3]], "answer_start": [20]},
+        "messages": lambda index: [
+            {"role": role, "content": made.sentence(index, words)} for role, words in _DIALOGUE.items()
+        ],
         "audio": lambda index: {"array": made.tokens(160_000, "float32"), "sampling_rate": 16000},
         "text": lambda index: made.sentence(index, 120 if name in ("text", "context", "article") else 24),
     }

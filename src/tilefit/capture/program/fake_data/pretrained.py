@@ -13,11 +13,18 @@ from typing import Any
 from tilefit.capture.program.fake_data.sources import PUT_IT_THERE, Sources
 from tilefit.capture.program.known import KNOWN
 from tilefit.capture.program.late import Change
+from tilefit.units import count
 
 #: No tokenizer of the hub has fewer: bytes take 256.
 _FEWEST_TOKENS = 200
 #: Letters of a token: words of English take about 1.3 tokens.
 _LETTERS = 6
+#: How a dialogue is one text.
+_CHAT = "{% for each in messages %}{{ each['role'] }}: {{ each['content'] }}\n{% endfor %}"
+#: What follows the first digit of a number of parameters in a name: 7b, 1.5b, 360m, 1b7.
+_SIZE = r"\d*(?:[._]\d+)?[bm]\d?(?![a-z0-9])"
+#: Names are rounded, and may leave embeddings out: a choice.
+_SAME_SIZE = 1.6
 
 
 def changes(sources: Sources) -> dict[str, Change]:
@@ -82,19 +89,22 @@ class _Transformers:
         from transformers import CONFIG_MAPPING
 
         name = str(name)
-
-        kind = getattr(cls, "model_type", "") or _type_in(name, [*CONFIG_MAPPING.keys()])
+        sizes: dict[str, Any] = next(
+            (sizes for part, sizes in KNOWN["checkpoints"].items() if part in name.lower()), {}
+        )
+        kind = (
+            getattr(cls, "model_type", "")
+            or sizes.get("model_type")
+            or _type_in(name, [*CONFIG_MAPPING.keys()])
+        )
         if not kind:
             self._sources.note(f"the configuration of {name}", PUT_IT_THERE)
             raise OSError(f"{name} names no type of model")
-        sizes: dict[str, int] = next(
-            (sizes for part, sizes in KNOWN["checkpoints"].items() if part in name.lower()), {}
-        )
         self._sources.state(
             f"the configuration of {name}",
             f"that of {kind} in transformers" + "".join(f", {key} {size}" for key, size in sizes.items()),
         )
-        values = {"model_type": kind, **sizes}
+        values = {"model_type": kind, "architectures": _architectures(kind), **sizes}
         where = KNOWN["from_pretrained"]["where"].split()
         return values, {key: value for key, value in kwargs.items() if key not in where}
 
@@ -103,10 +113,7 @@ class _Transformers:
         import torch
 
         if config is None:
-            sizes = {
-                key: value for key, value in kwargs.items() if key in ("num_labels", "id2label", "label2id")
-            }
-            config = cls.config_class.from_pretrained(name, **sizes)
+            config, _ = cls.config_class.from_pretrained(name, return_unused_kwargs=True, **kwargs)
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
         options = {key: kwargs[key] for key in ("attn_implementation",) if key in kwargs}
         if isinstance(dtype, str) and dtype != "auto":
@@ -116,7 +123,10 @@ class _Transformers:
         spread = kwargs.get("device_map") not in (None, "cpu")
         with torch.device("cuda" if spread else "cpu"), _without_initialization():
             model = cls._from_config(config, **options)
-        self._sources.state(f"{cls.__name__} {name}", "random weights")
+        if hasattr(model, "tie_weights"):  # which is left out with the initialization
+            model.tie_weights()
+        model.config.name_or_path = str(name)
+        self._sources.state(f"{cls.__name__} {name}", "random weights" + _other_size(str(name), model))
         return model.eval()
 
     def tokenizer(self, cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +150,9 @@ class _Transformers:
             begin, end = ((each, pieces.index(each)) for each in ("[CLS]", "[SEP]"))
             tokenizer.post_processor = processors.BertProcessing(end, begin)
         self._sources.state(f"the tokenizer of {name}", f"{size} random tokens, {_LETTERS} letters each")
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=limit, **special)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, model_max_length=limit, chat_template=_CHAT, **special
+        )
 
     def image_processor(self, cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         """With the settings of its type."""
@@ -160,17 +172,55 @@ class _Transformers:
         return cls()
 
 
+def _architectures(kind: str) -> list[str] | None:
+    """The class that checkpoints of a type are stored from, by the first kind of task that has one."""
+    tables = import_module("transformers.models.auto.modeling_auto")
+    for task in (
+        "FOR_SEQ_TO_SEQ_CAUSAL_LM_",
+        "FOR_SPEECH_SEQ_2_SEQ_",
+        "FOR_MASKED_LM_",
+        "FOR_CAUSAL_LM_",
+        "",
+    ):
+        if found := getattr(tables, f"MODEL_{task}MAPPING_NAMES", {}).get(kind):
+            return [found if isinstance(found, str) else found[0]]
+    return None
+
+
 def _is_empty(tokenizer: Any, cls: Any, name: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether a tokenizer was made without its files: it then knows little but special tokens."""
     return not os.path.isdir(str(name)) and len(tokenizer) < _FEWEST_TOKENS
 
 
 def _type_in(name: str, types: list[str]) -> str:
-    """The type of model that the name of a checkpoint begins with or has in it, the longest; or none."""
-    own = re.sub(r"[^a-z0-9]", "", name.lower().rpartition("/")[2])
-    whole = re.sub(r"[^a-z0-9]", "", name.lower())
-    flat = sorted(((re.sub(r"[^a-z0-9]", "", each), each) for each in types), key=lambda pair: -len(pair[0]))
-    return next((kind for text in (own, whole) for short, kind in flat if short in text), "")
+    """The type of model that the name of a checkpoint has in it, the first and of these the longest; or none.
+
+    The 2 of ``gemma-2b`` is its size, that of ``gemma-2-9b`` a part of its type.
+    """
+    _, slash, own = name.lower().rpartition("/")
+    for text, begins in ((own, ""), (name.lower(), "(?<![a-z])"))[: 2 if slash else 1]:
+        found = []
+        for kind in types:
+            spelt = "[^a-z0-9]*".join(re.sub(r"[^a-z0-9]", "", kind))
+            ends = rf"(?!\d|{_SIZE})" if kind[-1].isdigit() else ""
+            if match := re.search(begins + spelt + ends, text):
+                found.append((match.start(), -len(kind), kind))
+        if found:
+            return min(found)[2]
+    return ""
+
+
+def _other_size(name: str, model: Any) -> str:
+    """A remark, where a name tells of another number of parameters than a model has."""
+    said = re.search(rf"(?<![\d.a-z])\d{_SIZE}", name.lower())
+    if said is None:
+        return ""
+    unit = 1e9 if "b" in said[0] else 1e6
+    number = float(re.sub("[_bm]", ".", said[0]).removesuffix("."))
+    parameters = sum(each.numel() for each in model.parameters())
+    if not 1 / _SAME_SIZE < number * unit / parameters < _SAME_SIZE:
+        return f" of {count(parameters)} parameters, not {said[0].upper()}: put its config.json there"
+    return ""
 
 
 def _without_initialization() -> Any:

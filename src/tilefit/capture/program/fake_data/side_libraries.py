@@ -148,6 +148,12 @@ class Inert:
     def __bool__(self) -> bool:
         return True
 
+    def __add__(self, other: Any) -> Any:
+        """The colour of a text, say."""
+        return other
+
+    __radd__ = __add__
+
 
 def _unpacked(frame: Any) -> int:
     """Into how many variables a frame unpacks what it iterates over (``figure, axes = …``)."""

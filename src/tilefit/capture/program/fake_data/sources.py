@@ -161,13 +161,14 @@ def _own_line(error: BaseException) -> str:
 def is_missing(error: Exception) -> bool:
     """Whether an error says that data are not there and cannot be fetched.
 
-    Files, connections and Hugging Face's hub raise an ``OSError``; torchvision a bare RuntimeError.
+    Files, connections and Hugging Face's hub raise an ``OSError``; torchvision a bare RuntimeError;
+    transformers a ValueError of a tokenizer whose files are not there.
     """
     text = str(error).lower()
     return (
         isinstance(error, OSError | ImportError)
         or (isinstance(error, RuntimeError) and ("not found" in text or "download" in text))
-        or (isinstance(error, ValueError) and "connect" in text)
+        or (isinstance(error, ValueError) and ("connect" in text or "backend tokenizer" in text))
     )
 
 
