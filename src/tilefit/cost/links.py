@@ -18,6 +18,7 @@ from math import ceil, log2, sqrt
 
 from tilefit.cost.constants import LinkConstants, link_constants
 from tilefit.cost.priced import PricedGpu
+from tilefit.cost.tables import toml
 from tilefit.errors import UsageError, near
 from tilefit.gpus import Gpu
 from tilefit.ops.collective import ALL_REDUCE, ALL_TO_ALL, SEND, ring_bytes
@@ -64,17 +65,7 @@ class Network:
 
 
 _GBIT = 1e9 / 8
-#: Cards and their rates are those of AWS p5 and p4d instances (EFA) and of NVIDIA DGX H100 and A100
-#: (InfiniBand). Latencies and shares are choices: InfiniBand's are those of GPUDirect RDMA in general, EFA's
-#: transport costs several times as much; none was measured here. What was is said in docs/plan.md.
-NETWORKS = {
-    "efa": Network("efa", 32, 100 * _GBIT, 30e-6, 15e-6, 0.75, 40e-6),
-    "efa-p4d": Network("efa-p4d", 4, 100 * _GBIT, 30e-6, 15e-6, 0.75, 40e-6),
-    "infiniband": Network("infiniband", 8, 400 * _GBIT),
-    "infiniband-hdr": Network("infiniband-hdr", 8, 200 * _GBIT),
-    "roce": Network("roce", 8, 400 * _GBIT, 15e-6, 8e-6, 0.85),
-    "ethernet": Network("ethernet", 1, 100 * _GBIT, 50e-6, 30e-6, 0.6, 100e-6),
-}
+NETWORKS = {name: Network(name, **facts) for name, facts in toml("constants")["networks"].items()}
 _CARDS = re.compile(r"(\d{1,2})x(\d{1,4})")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -19,6 +18,7 @@ from tilefit.cost.calibration import DAMAGED, Calibration, load, read
 from tilefit.cost.constants import Constants, LinkConstants, constants
 from tilefit.cost.launch import KNOWN_HOST, UNKNOWN_HOST
 from tilefit.cost.measured import MeasuredRun
+from tilefit.cost.tables import toml
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Op, Streaming
@@ -168,7 +168,7 @@ def resolve(
 
 
 #: By library the first version for a GPU, and what some versions lack.
-_LIBRARIES = tomllib.loads((Path(__file__).parent / "data" / "libraries.toml").read_text("utf-8"))
+_LIBRARIES = toml("libraries")
 
 
 def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:

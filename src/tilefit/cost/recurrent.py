@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 from functools import lru_cache
 from math import exp, log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import Constants
@@ -15,8 +14,9 @@ from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.gemm import kernels as product_kernels
 from tilefit.cost.launch import counts, launches
-from tilefit.cost.recurrent_times import DATA, persistent_steps, table
+from tilefit.cost.recurrent_times import persistent_steps, table
 from tilefit.cost.streaming import estimate_streaming
+from tilefit.cost.tables import toml
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
@@ -116,7 +116,7 @@ def _without_weights(op: Recurrent, both_s: float, gpu: Gpu, constants: Constant
 
 
 #: What steps of the persistent algorithm were measured to take.
-_STEPS: dict[str, Any] = tomllib.loads((DATA / "persist_static.toml").read_text("utf-8"))
+_STEPS = toml("recurrent/persist_static")
 
 
 def _persistent_step_s(op: Recurrent, gpu: Gpu) -> float:

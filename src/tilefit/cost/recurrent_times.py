@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, lru_cache
 from math import isnan, log2, nan
-from pathlib import Path
 from typing import NamedTuple
 
+from tilefit.cost import tables
 from tilefit.cost.cudnn import cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
@@ -24,7 +24,7 @@ from tilefit.ops.recurrent import TRAINING
 
 PERSISTENT, CUDNN = "persistent", "cudnn"
 
-DATA = Path(__file__).parent / "data" / "recurrent"
+DATA = tables.DATA / "recurrent"
 
 #: How many times as fast the persistent kernels must have been outside CUDA graphs. There the host limits
 #: short calls, and what it takes varies by more than this from run to run.
