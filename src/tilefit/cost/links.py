@@ -31,7 +31,7 @@ TAKEN = 0.2
 
 def constants_of(gpu: Gpu) -> LinkConstants:
     """The constants of a GPU's link: measured on the user's machine, else those of its kind."""
-    if isinstance(gpu, PricedGpu) and gpu.calibration is not None and gpu.calibration.links:
+    if isinstance(gpu, PricedGpu) and gpu.calibration.links:
         return gpu.calibration.links
     return link_constants(gpu)
 
@@ -66,6 +66,8 @@ class Network:
 
 _GBIT = 1e9 / 8
 NETWORKS = {name: Network(name, **facts) for name, facts in toml("constants")["networks"].items()}
+#: Element types that NVLink's switches sum up.
+SUMMED = ("fp16", "bf16", "fp32")
 _CARDS = re.compile(r"(\d{1,2})x(\d{1,4})")
 
 
@@ -147,7 +149,7 @@ class Fabric:
             function: One of :data:`tilefit.ops.collective.FUNCTIONS`.
             size_bytes: Of the tensor; where each GPU has a part of it, of all parts.
             group: Who takes part.
-            sums: The element type is one that NVLink's switches sum up: fp16, bf16, fp32.
+            sums: The element type is one of :data:`SUMMED`.
 
         Returns:
             Seconds; infinity where nothing joins them.

@@ -59,12 +59,10 @@ def by_stages(ops: Sequence[Op], device: PricedGpu, fitted: Constants | None = N
         fitted: Constants of the first stage, where those of the device are not to be taken.
     """
     before, donor, calibration = device.before, device.donor, device.calibration
-    if before is not None and calibration is not None:
+    if before is not None:
         estimates = by_stages(ops, before, calibration.constants)
     else:
         estimates = [analytic(op, device, fitted or device.constants) for op in ops]
-    if calibration is None:
-        return estimates
     covers = calibration.covers if donor is None else device.covers
     covered: dict[str, list[int]] = {}
     for index, op in enumerate(ops):

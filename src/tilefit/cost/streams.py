@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tilefit.cost.estimate import Span, Streams
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
-from tilefit.cost.links import TAKEN, Fabric, Group, network
+from tilefit.cost.links import SUMMED, TAKEN, Fabric, Group, network
 from tilefit.cost.waits import copy_s, launches_block
 from tilefit.gpus import Gpu
 from tilefit.ops import Exchange, HostEvent, Program
@@ -32,7 +32,6 @@ from tilefit.options import MOST_LINKED
 
 #: Steps that are gone through before the one that is told: then each is as the one before.
 _BEFORE = 2
-_SUMMED = ("fp16", "bf16", "fp32")
 
 
 class Timed(NamedTuple):
@@ -60,8 +59,7 @@ def exchange_s(exchange: Exchange, fabric: Fabric) -> float | None:
     group = Group(exchange.ranks, exchange.per_machine)
     if not fabric.reaches(group):
         return None
-    sums = exchange.dtype in _SUMMED
-    return fabric.time_s(exchange.function, exchange.bytes, group, sums=sums)
+    return fabric.time_s(exchange.function, exchange.bytes, group, sums=exchange.dtype in SUMMED)
 
 
 def run(timed: Timed, gpu: Gpu, scale: float, others: Sequence[Timed] = ()) -> Streams:
