@@ -29,13 +29,6 @@ from tilefit.options import MOST_LINKED
 TAKEN = 0.2
 
 
-def constants_of(gpu: Gpu) -> LinkConstants:
-    """The constants of a GPU's link: measured on the user's machine, else those of its kind."""
-    if isinstance(gpu, PricedGpu) and gpu.calibration.links:
-        return gpu.calibration.links
-    return link_constants(gpu)
-
-
 @dataclass(frozen=True, slots=True)
 class Network:
     """What joins machines.
@@ -127,8 +120,9 @@ class Fabric:
 
     @property
     def link(self) -> LinkConstants:
-        """The constants of the GPU's link."""
-        return self.constants or constants_of(self.gpu)
+        """The constants of the GPU's link: measured on the user's machine, else those of its kind."""
+        measured = self.gpu.calibration.links if isinstance(self.gpu, PricedGpu) else None
+        return self.constants or measured or link_constants(self.gpu)
 
     def reaches(self, group: Group) -> bool:
         """Whether anything is known of what joins them."""
