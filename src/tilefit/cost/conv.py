@@ -53,7 +53,7 @@ _MISALIGNED_NHWC_PER_CLOCK_PER_SM = 5.4
 #: the same time (``benchmarks/first_convolution.py``).
 _FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM = 420.0
 _FEW_CHANNELS_WEIGHT_GRADIENT = 670.0
-#: Depthwise and narrow grouped kernels on CUDA cores, by pass, channels-last, strided: share of the bandwidth,
+#: Depthwise and narrow grouped kernels on CUDA cores, by pass, channels-last, strided: share of bandwidth,
 #: multiply-adds per clock and SM, fixed time over that of a product's kernel.
 _NARROW = {(way, last, strided): rest for way, last, strided, *rest in toml("constants")["narrow"]}
 _SPREAD = 0.4

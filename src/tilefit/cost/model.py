@@ -32,9 +32,7 @@ def estimate(op: Op, gpu: Gpu | str) -> Estimate:
         TilefitError: the GPU's calibration is damaged.
         TypeError: the operation is of a kind the model does not know.
     """
-    device = priced(gpu)
-    known = _KNOWN.get((op, device))
-    return known if known is not None else estimate_all((op,), device)[0]
+    return estimate_all((op,), priced(gpu))[0]
 
 
 def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
