@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import MEMORY, Estimate
-from tilefit.cost.links import Fabric, Group
+from tilefit.cost.links import SUMMED, Fabric, Group
 from tilefit.gpus import Gpu
 from tilefit.ops import Collective
 from tilefit.ops.dtypes import size_bytes
@@ -23,9 +23,8 @@ def estimate_collective(op: Collective, gpu: Gpu, constants: Constants) -> Estim
     if not is_priced(op, gpu):
         return Estimate(0.0, 0.0, 0.0, MEMORY, kernel_family="collective", reason="not priced")
     fabric = Fabric(gpu)
-    floating = op.dtype in ("fp16", "bf16", "fp32")
-    size = op.elements * size_bytes(op.dtype)
-    time_s = fabric.time_s(op.function, size, Group(op.ranks, op.ranks), sums=floating)
+    size, group = op.elements * size_bytes(op.dtype), Group(op.ranks, op.ranks)
+    time_s = fabric.time_s(op.function, size, group, sums=op.dtype in SUMMED)
     return from_datasheet(
         op,
         gpu,

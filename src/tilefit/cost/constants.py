@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilefit.cost.estimate import DATASHEET, ESTIMATED
+from tilefit.cost.tables import toml
 from tilefit.gpus import Gpu
 
 
@@ -57,19 +58,12 @@ class Constants:
         return self.kernel_clocks / gpu.boost_clock_hz
 
 
-#: Here, as in the next table, in the order of the fields. For a GPU of an architecture without a table:
-#: fitted on A100, H100 and H200 together. The L2 rate is half of what NVIDIA's A100 whitepaper states (5120
-#: bytes per clock); the share of its capacity follows from how the tables were measured, rotating up to six
-#: copies of the weights.
-GENERAL = Constants(4680, 2.75e-6, 0.857, 1.06, 0.837, 0.9, 0.024, 247, 0.109, 2.53)
-#: Fitted on the A100; on the H100 and the H200 together; on the L40S.
-_ARCHITECTURES = {
-    "ampere": Constants(4560, 2.44e-6, 0.861, 1.61, 0.845, 0.93, 0.162, 175, 0.125, 2.27),
-    "hopper": Constants(4690, 2.75e-6, 0.857, 1.11, 0.839, 0.79, 0.015, 259, 0.094, 2.96),
-    "ada": Constants(3740, 2.48e-6, 0.779, 1.0, 0.603, 0.6, 0.028, 152, 0.067, 4.82),
-}
+_TABLES = toml("constants")
+#: For a GPU of an architecture without a table.
+GENERAL = Constants(**_TABLES["general"])
+_ARCHITECTURES = {name: Constants(**facts) for name, facts in _TABLES["architectures"].items()}
 #: GPUs whose own table was fitted, with the spread that remains.
-_FITTED = {"a100-sxm-80gb": 0.15, "h100-sxm": 0.11, "h200": 0.11, "l40s": 0.2}
+_FITTED: dict[str, float] = _TABLES["fitted"]
 
 #: Cards with GDDR memory boost to clocks that their power budget does not sustain. DeepBench's T4, the only
 #: such card with a published Tensor Core table besides the L40S, reaches 64 % of its datasheet peak over
@@ -165,25 +159,15 @@ class LinkConstants:
     provenance: str = DATASHEET
 
 
-#: Fitted by ``benchmarks/collectives.py --fit`` to public tables of NCCL 2.23 to 2.29 on eight A100 SXM
-#: (NVLink 3) and eight H100 SXM (NVLink 4; those of H200 were left out).
-FITTED_LINKS = {
-    "NVLink 3": LinkConstants(17800, 1040, 0.228, 14700, 13000, 0.848, 0.461, 0.305, spread=0.15),
-    "NVLink 4": LinkConstants(
-        12100, 1210, 0.255, 13900, 4900, 0.898, 0.636, 0.394, 1.019, 124000, spread=0.15
-    ),
-}
-#: NVLink of another generation: the nearest that was measured. NVLink 5 keeps the switch that sums up.
-_NEAREST_LINK = {"NVLink 1": "NVLink 3", "NVLink 2": "NVLink 3", "NVLink 5": "NVLink 4"}
-#: PCIe slots, with and without peer access (GeForce cards of the 30 series and later have none: copies go
-#: through the host's memory). A choice: nothing was measured here. Servers share a host bridge among slots.
-_PEERS = LinkConstants(17500, 2000, 0.2, 17500, 20000, 0.75, 0.3, 0.3, spread=1.0)
-_NO_PEERS = LinkConstants(25000, 4000, 0.15, 25000, 40000, 0.4, 0.3, 0.3, spread=2.0)
+#: By the kind of link.
+FITTED_LINKS = {name: LinkConstants(**facts) for name, facts in _TABLES["links"].items()}
+#: GeForce cards of the 30 series and later: copies go through the host's memory.
 _NO_PEER_ACCESS = re.compile(r"GeForce RTX [345]0")
 
 
 def link_constants(gpu: Gpu) -> LinkConstants:
     """The constants of the kind of link that a GPU has."""
-    if not gpu.link.startswith("NVLink"):
-        return _NO_PEERS if _NO_PEER_ACCESS.search(gpu.title) else _PEERS
-    return FITTED_LINKS[_NEAREST_LINK.get(gpu.link, gpu.link)]
+    link = gpu.link
+    if not link.startswith("NVLink"):
+        link = "PCIe without peers" if _NO_PEER_ACCESS.search(gpu.title) else "PCIe"
+    return FITTED_LINKS[_TABLES["nearest_link"].get(link, link)]

@@ -26,6 +26,7 @@ from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import CEILINGS, SIMT, Kernel, feed, on_cuda_cores, select, uses_tensor_cores
 from tilefit.cost.launch import KERNEL_S, counts, launches
 from tilefit.cost.memory import clocks_s, floor_s, moved_s, rate_bytes_per_s
+from tilefit.cost.tables import toml
 from tilefit.cost.tiles import STAGE_BYTES, TILES, ceil_div, count, round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Op, Settings, StepOp
@@ -52,18 +53,9 @@ _MISALIGNED_NHWC_PER_CLOCK_PER_SM = 5.4
 #: the same time (``benchmarks/first_convolution.py``).
 _FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM = 420.0
 _FEW_CHANNELS_WEIGHT_GRADIENT = 670.0
-#: Depthwise and narrow grouped kernels on CUDA cores, by pass, channels-last, strided: share of the
-#: bandwidth, multiply-adds per clock and SM, fixed time over that of a product's kernel. A strided data
-#: gradient tries every tap for each pixel. Fitted to what the profile of an H200 says of these layers of 36
-#: models; of 14 others the medians are 0.93 to 1.07 times as long, of weight gradients in NCHW 1.2 to 1.5.
-_NARROW = {
-    (FORWARD, False, False): (0.3, 12.0, 4.0), (FORWARD, False, True): (0.25, 6.0, 4.0),
-    (FORWARD, True, False): (0.6, 32.0, 2.0), (FORWARD, True, True): (0.8, 16.0, 4.0),
-    (BACKWARD_DATA, False, False): (0.3, 12.0, 4.0), (BACKWARD_DATA, False, True): (0.04, 4.0, 0.7),
-    (BACKWARD_DATA, True, False): (0.6, 20.0, 2.0), (BACKWARD_DATA, True, True): (0.2, 16.0, 4.0),
-    (BACKWARD_WEIGHT, False, False): (0.2, 8.0, 4.0), (BACKWARD_WEIGHT, False, True): (0.15, 2.0, 0.7),
-    (BACKWARD_WEIGHT, True, False): (0.5, 24.0, 4.0), (BACKWARD_WEIGHT, True, True): (0.6, 16.0, 4.0),
-}  # fmt: skip
+#: Depthwise and narrow grouped kernels on CUDA cores, by pass, channels-last, strided: share of bandwidth,
+#: multiply-adds per clock and SM, fixed time over that of a product's kernel.
+_NARROW = {(way, last, strided): rest for way, last, strided, *rest in toml("constants")["narrow"]}
 _SPREAD = 0.4
 #: Before Ampere (cuDNN 7.6; DeepBench's layers on V100 and T4) a contraction is split for weight gradients
 #: alone; data gradients have the large tiles alone, so that 8 images of 7 x 7 pixels take as long as 16; a

@@ -8,6 +8,8 @@ from tilefit.ops import FORWARD, Recurrent
 STANDARD = "STANDARD"
 PERSIST_STATIC = "PERSIST_STATIC"
 PERSIST_STATIC_SMALL_H = "PERSIST_STATIC_SMALL_H"
+#: The largest hidden sizes of the small-hidden algorithm, forward and backward, by whether there is one gate.
+_SMALL_HIDDEN = {True: (384, 256), False: (192, 128)}
 
 
 def cudnn_algorithm(op: Recurrent, gpu: Gpu) -> tuple[str, str]:
@@ -27,17 +29,11 @@ def cudnn_algorithm(op: Recurrent, gpu: Gpu) -> tuple[str, str]:
         return STANDARD, "a PackedSequence has varying lengths"
     if op.dtype == "bf16":
         return STANDARD, "bf16: the persistent kernels are fp16 only"
-    if op.dtype != "fp64" and gpu.compute_capability >= (6, 0) and op.hidden_size <= _small_hidden(op):
+    small = _SMALL_HIDDEN[op.gates == 1][op.direction != FORWARD]
+    if op.dtype != "fp64" and gpu.compute_capability >= (6, 0) and op.hidden_size <= small:
         return PERSIST_STATIC_SMALL_H, ""
     failed = _failed_condition(op, gpu)
     return (STANDARD, failed) if failed else (PERSIST_STATIC, "")
-
-
-def _small_hidden(op: Recurrent) -> int:
-    """The largest hidden size of the small-hidden algorithm."""
-    if op.gates == 1:
-        return 384 if op.direction == FORWARD else 256
-    return 192 if op.direction == FORWARD else 128
 
 
 def _failed_condition(op: Recurrent, gpu: Gpu) -> str:

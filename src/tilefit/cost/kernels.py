@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
+from tilefit.cost.tables import toml
 from tilefit.cost.tiles import SMALL_TILES, SPLITS, TILES, Tile
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
@@ -33,26 +34,13 @@ _TMA = ("sm90", "sm100")
 _FEED_BYTES_PER_CLOCK_PER_SM = 45.0
 _FEED_BEFORE_AMPERE = 16.0
 #: A misaligned operand is fetched in smaller pieces, and the instructions that fetch it become the limit: so
-#: many FLOP per clock and SM remain, whatever the Tensor Cores could do. From the times of 4096^3 products
-#: with one dimension changed on an H200 (PyTorch 2.11, CUDA 13.0, sm80 kernels), as the aligned product's
-#: FLOP per clock and SM over the slowdown. By element size and bytes of alignment, for layouts whose forward
-#: operand B is a transposed view (``TN``), unless C alone is misaligned, and for the others. The same kernels
-#: run on Ampere and Ada, where the ceiling is the same but the Tensor Cores are slower, so the penalty is
-#: milder or nil: consistent with GPT-2's odd vocabulary costing a quarter of a step on an A100, 4 % on an RTX
-#: 3090, and with odd sizes being no slower than even ones on an RTX 4090 (pytorch#181718).
-CEILINGS: dict[tuple[int, int], tuple[float, float]] = {
-    # (element bytes, alignment bytes): (TN, others)
-    (2, 2): (530.0, 667.0),
-    (2, 4): (1360.0, 1340.0),
-    (2, 8): (1370.0, 1350.0),
-    (4, 4): (567.0, 567.0),
-    (4, 8): (620.0, 620.0),
-}
-# Not measured: as 2-byte elements on the same bytes of alignment.
-CEILINGS |= {(1, aligned): CEILINGS[2, max(aligned, 2)] for aligned in (1, 2, 4, 8)}
-#: Bytes arrive slower as well, in pieces: products of one to a few rows of 4096 x 4096 weights take 1.6 to
-#: 2.2 times as long at 2 columns (4 bytes) as at 8 on an H200. By bytes of alignment, per clock and SM.
-_MISALIGNED_BYTES_PER_CLOCK_PER_SM = {1: 6.8, 2: 6.8, 4: 8.5, 8: 8.5}
+#: many FLOP per clock and SM remain, whatever the Tensor Cores could do. By element size and bytes of
+#: alignment, for layouts whose forward operand B is a transposed view (``TN``), unless C alone is misaligned,
+#: and for the others; the sources are in ``data/constants.toml``.
+_MISALIGNED = toml("constants")["misaligned"]
+CEILINGS = {(size, aligned): (tn, others) for size, aligned, tn, others in _MISALIGNED["ceilings"]}
+#: Bytes arrive slower as well, in pieces. By bytes of alignment, per clock and SM.
+_MISALIGNED_BYTES_PER_CLOCK_PER_SM = dict(_MISALIGNED["fetched"])
 #: A leading dimension of whole 128-byte lines beats one of 16 bytes by a few per cent (the H200's vocabulary
 #: table: 50264 against 50304 columns, +4 %).
 _PARTIAL_LINE = 0.97

@@ -18,6 +18,7 @@ from math import ceil, log2, sqrt
 
 from tilefit.cost.constants import LinkConstants, link_constants
 from tilefit.cost.priced import PricedGpu
+from tilefit.cost.tables import toml
 from tilefit.errors import UsageError, near
 from tilefit.gpus import Gpu
 from tilefit.ops.collective import ALL_REDUCE, ALL_TO_ALL, SEND, ring_bytes
@@ -26,13 +27,6 @@ from tilefit.options import MOST_LINKED
 #: Share of the multiprocessors that NCCL's kernels take from what runs beside them: computation was 5 to 8 ms
 #: longer for 29 to 34 ms of hidden messages (Llama-1B under DDP and FSDP2 on 2 H200).
 TAKEN = 0.2
-
-
-def constants_of(gpu: Gpu) -> LinkConstants:
-    """The constants of a GPU's link: measured on the user's machine, else those of its kind."""
-    if isinstance(gpu, PricedGpu) and gpu.calibration is not None and gpu.calibration.links:
-        return gpu.calibration.links
-    return link_constants(gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +58,9 @@ class Network:
 
 
 _GBIT = 1e9 / 8
-#: Cards and their rates are those of AWS p5 and p4d instances (EFA) and of NVIDIA DGX H100 and A100
-#: (InfiniBand). Latencies and shares are choices: InfiniBand's are those of GPUDirect RDMA in general, EFA's
-#: transport costs several times as much; none was measured here. What was is said in docs/plan.md.
-NETWORKS = {
-    "efa": Network("efa", 32, 100 * _GBIT, 30e-6, 15e-6, 0.75, 40e-6),
-    "efa-p4d": Network("efa-p4d", 4, 100 * _GBIT, 30e-6, 15e-6, 0.75, 40e-6),
-    "infiniband": Network("infiniband", 8, 400 * _GBIT),
-    "infiniband-hdr": Network("infiniband-hdr", 8, 200 * _GBIT),
-    "roce": Network("roce", 8, 400 * _GBIT, 15e-6, 8e-6, 0.85),
-    "ethernet": Network("ethernet", 1, 100 * _GBIT, 50e-6, 30e-6, 0.6, 100e-6),
-}
+NETWORKS = {name: Network(name, **facts) for name, facts in toml("constants")["networks"].items()}
+#: Element types that NVLink's switches sum up.
+SUMMED = ("fp16", "bf16", "fp32")
 _CARDS = re.compile(r"(\d{1,2})x(\d{1,4})")
 
 
@@ -134,8 +120,9 @@ class Fabric:
 
     @property
     def link(self) -> LinkConstants:
-        """The constants of the GPU's link."""
-        return self.constants or constants_of(self.gpu)
+        """The constants of the GPU's link: measured on the user's machine, else those of its kind."""
+        measured = self.gpu.calibration.links if isinstance(self.gpu, PricedGpu) else None
+        return self.constants or measured or link_constants(self.gpu)
 
     def reaches(self, group: Group) -> bool:
         """Whether anything is known of what joins them."""
@@ -156,7 +143,7 @@ class Fabric:
             function: One of :data:`tilefit.ops.collective.FUNCTIONS`.
             size_bytes: Of the tensor; where each GPU has a part of it, of all parts.
             group: Who takes part.
-            sums: The element type is one that NVLink's switches sum up: fp16, bf16, fp32.
+            sums: The element type is one of :data:`SUMMED`.
 
         Returns:
             Seconds; infinity where nothing joins them.

@@ -32,9 +32,7 @@ def estimate(op: Op, gpu: Gpu | str) -> Estimate:
         TilefitError: the GPU's calibration is damaged.
         TypeError: the operation is of a kind the model does not know.
     """
-    device = priced(gpu)
-    known = _KNOWN.get((op, device))
-    return known if known is not None else estimate_all((op,), device)[0]
+    return estimate_all((op,), priced(gpu))[0]
 
 
 def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
@@ -59,12 +57,10 @@ def by_stages(ops: Sequence[Op], device: PricedGpu, fitted: Constants | None = N
         fitted: Constants of the first stage, where those of the device are not to be taken.
     """
     before, donor, calibration = device.before, device.donor, device.calibration
-    if before is not None and calibration is not None:
+    if before is not None:
         estimates = by_stages(ops, before, calibration.constants)
     else:
         estimates = [analytic(op, device, fitted or device.constants) for op in ops]
-    if calibration is None:
-        return estimates
     covers = calibration.covers if donor is None else device.covers
     covered: dict[str, list[int]] = {}
     for index, op in enumerate(ops):

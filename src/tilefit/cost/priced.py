@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -16,9 +15,10 @@ from zlib import crc32
 
 from tilefit import gpus
 from tilefit.cost.calibration import DAMAGED, Calibration, damage, load, read
-from tilefit.cost.constants import Constants, LinkConstants, constants
+from tilefit.cost.constants import Constants, constants
 from tilefit.cost.launch import KNOWN_HOST, UNKNOWN_HOST
 from tilefit.cost.measured import MeasuredRun
+from tilefit.cost.tables import toml
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Op, Streaming
@@ -38,11 +38,11 @@ class PricedGpu(Gpu):
     """A GPU as estimates see it; equal to another with the same facts and the very same calibration.
 
     Attributes:
-        calibration: The measured behaviour of this GPU; None where nobody has measured it.
+        calibration: The measured behaviour of this GPU, or of a donor where nobody has measured it.
         run: A run on it that steps are priced by; single operations are not.
     """
 
-    calibration: Calibration | None = field(default=None, repr=False)
+    calibration: Calibration = field(kw_only=True, repr=False)
     run: MeasuredRun | None = field(default=None, repr=False, compare=False)
 
     __hash__ = Gpu.__hash__
@@ -50,8 +50,6 @@ class PricedGpu(Gpu):
     @property
     def constants(self) -> Constants:
         """Of the model's first stage: fitted to this GPU, else those of its kind."""
-        if self.calibration is None:
-            return constants(self)
         found = (not self.donor and self.calibration.constants) or constants(self)
         if (quick := self.calibration.quick) is None:
             return found
@@ -65,7 +63,7 @@ class PricedGpu(Gpu):
     @property
     def as_measured(self) -> Gpu:
         """The facts that a donor's times are carried over to: as fast as a quick calibration found it."""
-        if self.calibration is None or (quick := self.calibration.quick) is None:
+        if (quick := self.calibration.quick) is None:
             return self
         return replace(
             gpus.get(self.name),
@@ -76,8 +74,6 @@ class PricedGpu(Gpu):
     @property
     def donor(self) -> PricedGpu | None:
         """The GPU whose times are carried over: another, or itself where a quick one corrects them."""
-        if self.calibration is None:
-            return None
         of = self.calibration.donor or self.calibration.about["gpu"]
         if of == self.name and (self.calibration.quick is None or not self.calibration.donor):
             return None
@@ -86,7 +82,7 @@ class PricedGpu(Gpu):
     @property
     def before(self) -> PricedGpu | None:
         """This GPU as it is priced by what its calibration was made on top of: what ships, or a donor's."""
-        if self.calibration is None or not self.calibration.on_shipped:
+        if not self.calibration.on_shipped:
             return None
         return replace(self, calibration=_below(gpus.get(self.name), self.calibration), run=None)
 
@@ -94,19 +90,16 @@ class PricedGpu(Gpu):
         """Whether the calibration, or what it was made on top of, speaks of an operation: a donor's of all
         where the libraries choose among the same kernels, else of those that are compiled of the same code
         for every GPU."""
-        if self.calibration is None:
-            return False
         if (donor := self.donor) is None:
             return self.calibration.covers(op) or ((before := self.before) is not None and before.covers(op))
-        alike = donor.compute_capability == self.compute_capability
         narrow = isinstance(op, Streaming) or (isinstance(op, Conv) and op.is_narrow)
-        return (alike or narrow) and donor.covers(op)
+        return (self._is_alike or narrow) and donor.covers(op)
 
     @property
     def common_spread(self) -> float:
         """How far off all operations of a step may be together: half-width of the 80 % interval of its GPU
         time, as a share."""
-        return 0.0 if self.calibration is not None and self._is_alike else _GENERAL_SPREAD
+        return 0.0 if self._is_alike else _GENERAL_SPREAD
 
     @property
     def _is_alike(self) -> bool:
@@ -117,20 +110,19 @@ class PricedGpu(Gpu):
         """Host time of a step, over what :mod:`tilefit.cost.launch` states."""
         if self.run is not None and self.run.launch_scale is not None:
             return self.run.launch_scale
-        return self.calibration.launch_scale if self.calibration else 1.0
+        return self.calibration.launch_scale
 
     @property
     def launch_spread(self) -> float:
         """What the host takes may be so many times as much, or as little (80 %)."""
         if self.run is not None and self.run.launch_scale is not None:
             return KNOWN_HOST
-        return self.calibration.about.get("launch_spread", UNKNOWN_HOST) if self.calibration else UNKNOWN_HOST
+        spread: float = self.calibration.about.get("launch_spread", UNKNOWN_HOST)
+        return spread
 
     @property
     def calibration_title(self) -> str:
-        """Where the measurements are from; empty where there are none."""
-        if self.calibration is None:
-            return ""
+        """Where the measurements are from."""
         if self.donor is None or self.calibration.quick:
             return self.calibration.title
         return f"the {self.donor.title}'s, {self.calibration.title}"
@@ -168,7 +160,7 @@ def resolve(
 
 
 #: By library the first version for a GPU, and what some versions lack.
-_LIBRARIES = tomllib.loads((Path(__file__).parent / "data" / "libraries.toml").read_text("utf-8"))
+_LIBRARIES = toml("libraries")
 
 
 def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
@@ -223,7 +215,7 @@ def _together(asked: Sequence[Any], named: Calibration | None) -> list[PricedGpu
 
 
 @lru_cache(maxsize=64)
-def _with(gpu: Gpu, calibration: Calibration | None) -> PricedGpu:
+def _with(gpu: Gpu, calibration: Calibration) -> PricedGpu:
     """The same object for the same arguments: estimates are looked up by it."""
     return PricedGpu(**{name: getattr(gpu, name) for name in _FACTS}, calibration=calibration)
 
@@ -255,17 +247,17 @@ def shipped(gpu: str) -> Calibration | None:
 
 
 @lru_cache(maxsize=64)
-def _donated(capability: tuple[int, int]) -> Calibration | None:
+def _donated(capability: tuple[int, int]) -> Calibration:
     """The calibration that ships for another GPU, if there can be one of the same compute capability."""
     folder = resources.files("tilefit.cost") / "data"
     files = [name for name in gpus.names() if (folder / f"{name}.npz").is_file()]
     # One that was made on top of a donor's says little without it.
-    donors = [name for name in files if (found := shipped(name)) and not found.on_shipped]
-    alike = [name for name in donors if gpus.get(name).compute_capability == capability]
-    return shipped((alike or donors)[0])
+    donors = {name: found for name in files if (found := shipped(name)) and not found.on_shipped}
+    alike = [found for name, found in donors.items() if gpus.get(name).compute_capability == capability]
+    return (alike or [*donors.values()])[0]
 
 
-def _ships(gpu: Gpu) -> Calibration | None:
+def _ships(gpu: Gpu) -> Calibration:
     """What ships for a GPU: its own, else a donor's."""
     return shipped(gpu.name) or _donated(gpu.compute_capability)
 
@@ -282,8 +274,7 @@ def as_shipped(gpu: Gpu) -> PricedGpu:
 
 def basis(gpu: Gpu) -> str:
     """Tells apart what ships for a GPU from what did with other versions."""
-    ships = _ships(gpu)
-    return "" if ships is None else _checksum(ships)
+    return _checksum(_ships(gpu))
 
 
 def _checksum(calibration: Calibration) -> str:
@@ -299,14 +290,8 @@ def _below(gpu: Gpu, calibration: Calibration) -> Calibration:
     """
     for found in (shipped(gpu.name), _donated(gpu.compute_capability)):
         if found is not None and _checksum(found) == calibration.about["on"]:
-            return _joined_by(found, calibration.links)
+            return replace(found, links=calibration.links) if calibration.links else found
     raise ValueError("it was made with another version of tilefit")
-
-
-@lru_cache(maxsize=16)
-def _joined_by(calibration: Calibration, links: LinkConstants | None) -> Calibration:
-    """One object each time, as GPUs are compared by their calibration's."""
-    return calibration if links is None else replace(calibration, links=links)
 
 
 def keep(path: Path) -> Path | None:
@@ -340,8 +325,8 @@ def _named(path: str | os.PathLike[str] | None) -> Calibration | None:
         ) from error
 
 
-def _usual(gpu: Gpu) -> Calibration | None:
-    """The user's own calibration, else the one that ships; None where nobody has measured the GPU."""
+def _usual(gpu: Gpu) -> Calibration:
+    """The user's own calibration, else the one that ships."""
     path = user_path(gpu.name)
     try:
         changed_ns = os.stat(path).st_mtime_ns
@@ -388,31 +373,27 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
     if own.quick:
         return corrected(own)
     if not own.networks:  # nothing but links was measured
-        gpu = gpus.get(own.about["gpu"])
-        if (ships := _ships(gpu)) is None:
-            return own
+        ships, name = _ships(gpus.get(own.about["gpu"])), own.about["gpu"]
         of = ships.about["gpu"]
-        about = ships.about | {"gpu": gpu.name}
-        return replace(ships, about=about, donor=of if of != gpu.name else "", links=own.links)
+        donor = of if of != name else ""
+        return replace(ships, about=ships.about | {"gpu": name}, donor=donor, links=own.links)
     mine = {kind: own.networks[kind] for kind in kinds}
     if own.on_shipped:
         _below(gpus.get(own.about["gpu"]), own)
         return replace(own, networks={kind: own.networks[kind] for kind in _better(own)})
-    ships = shipped(own.about["gpu"])
-    if ships and ships.on_shipped:  # whose networks correct something else
-        ships = None
-    theirs = {kind: net for kind, net in (ships.networks if ships else {}).items() if kind not in mine}
-    title = own.title
-    if ships and theirs:
-        title = f"{', '.join(mine)} {own.title}; {', '.join(theirs)} {ships.title}" if mine else ships.title
+    others = shipped(own.about["gpu"])
+    if others is None or others.on_shipped:  # these networks correct something else
+        return replace(own, networks=mine)
+    theirs = {kind: net for kind, net in others.networks.items() if kind not in mine}
+    title = own.title if mine else others.title
+    if mine and theirs:
+        title = f"{', '.join(mine)} {own.title}; {', '.join(theirs)} {others.title}"
     return replace(own, networks=mine | theirs, title=title)
 
 
 def corrected(own: Calibration) -> Calibration:
     """A quick calibration with the networks that it corrects: those of its GPU that ship, else a donor's."""
-    gpu = gpus.get(own.about["gpu"])
-    if (ships := _ships(gpu)) is None:
-        return own
+    ships = _ships(gpus.get(own.about["gpu"]))
     of = ships.about["gpu"]
     title = f"{own.title}; the {gpus.get(of).title}'s, {ships.title}"
     return replace(own, networks=ships.networks, donor=of, title=title)

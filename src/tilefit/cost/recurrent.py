@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 from functools import lru_cache
 from math import exp, log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import Constants
@@ -15,8 +14,9 @@ from tilefit.cost.estimate import Estimate
 from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.gemm import kernels as product_kernels
 from tilefit.cost.launch import counts, launches
-from tilefit.cost.recurrent_times import DATA, persistent_steps, table
+from tilefit.cost.recurrent_times import persistent_steps, table
 from tilefit.cost.streaming import estimate_streaming
+from tilefit.cost.tables import toml
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
@@ -66,17 +66,13 @@ def estimate_recurrent(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimat
     gradients are priced as products, the rest is what is left of the time measured.
     """
     steps = persistent_steps(op, gpu)
-    if steps is None:
-        return _by_cudnn(op, gpu, constants, _measured_over_computed(op, gpu, constants))
-    if op.direction == BACKWARD_WEIGHT:
-        return _by_cudnn(op, gpu, constants, 1.0)
-
-    recurrences = op.seq_len * op.num_layers * op.directions
-    if op.direction == BACKWARD_DATA:
-        time_s = recurrences * steps.backward_us * 1e-6
+    if steps is None or op.direction == BACKWARD_WEIGHT:
+        return _by_cudnn(op, gpu, constants, 1.0 if steps else _measured_over_computed(op, gpu, constants))
+    backward = op.direction == BACKWARD_DATA
+    step_s = (steps.backward_us if backward else steps.forward_us) * 1e-6
+    time_s = op.seq_len * op.num_layers * op.directions * step_s
+    if backward:
         time_s = _without_weights(op, time_s, gpu, constants)
-    else:
-        time_s = recurrences * steps.forward_us * 1e-6
     # Measured with as many input features as hidden units.
     square = replace(op, input_size=op.hidden_size)
     own = _products(op, gpu, constants)
@@ -116,7 +112,7 @@ def _without_weights(op: Recurrent, both_s: float, gpu: Gpu, constants: Constant
 
 
 #: What steps of the persistent algorithm were measured to take.
-_STEPS: dict[str, Any] = tomllib.loads((DATA / "persist_static.toml").read_text("utf-8"))
+_STEPS = toml("recurrent/persist_static")
 
 
 def _persistent_step_s(op: Recurrent, gpu: Gpu) -> float:
@@ -124,15 +120,13 @@ def _persistent_step_s(op: Recurrent, gpu: Gpu) -> float:
     scaled to the GPU's SMs and clock."""
     import numpy as np
 
-    table = _STEPS
-
     def at(passes: str) -> float:
-        rows = np.log(table["lstm" if op.gates > 1 else "vanilla"][passes])
-        of_batch = [np.interp(log(op.batch), np.log(table["batch"]), row) for row in rows]
-        return exp(float(np.interp(log(op.hidden_size), np.log(table["hidden"]), of_batch)))
+        rows = np.log(_STEPS["lstm" if op.gates > 1 else "vanilla"][passes])
+        of_batch = [np.interp(log(op.batch), np.log(_STEPS["batch"]), row) for row in rows]
+        return exp(float(np.interp(log(op.hidden_size), np.log(_STEPS["hidden"]), of_batch)))
 
     us = at("forward") if op.direction == FORWARD else at("both") - at("forward")
-    slower: float = max(1.0, table["sms"] / gpu.sms) * table["clock_hz"] / gpu.boost_clock_hz
+    slower: float = max(1.0, _STEPS["sms"] / gpu.sms) * _STEPS["clock_hz"] / gpu.boost_clock_hz
     return us * 1e-6 * slower
 
 
@@ -183,11 +177,11 @@ def _measured_over_computed(op: Recurrent, gpu: Gpu, constants: Constants) -> fl
     """
     measured = table(gpu)
     logarithm = 0.0
-    for near in measured.by_cudnn(op) if measured else ():
+    for weight, near, step_us in measured.by_cudnn(op) if measured else ():
         passes = (FORWARD,) if op.direction == FORWARD else (BACKWARD_DATA, BACKWARD_WEIGHT)
-        layers = [replace(near.layer, direction=direction) for direction in passes]
+        layers = [replace(near, direction=direction) for direction in passes]
         computed_s = sum(_computed(layer, gpu, constants).time_s for layer in layers)
-        logarithm += near.weight * log(near.step_us * 1e-6 * near.layer.seq_len / computed_s)
+        logarithm += weight * log(step_us * 1e-6 * near.seq_len / computed_s)
     return exp(logarithm)
 
 

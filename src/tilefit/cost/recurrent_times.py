@@ -13,10 +13,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, lru_cache
-from math import isnan, log2, nan
-from pathlib import Path
+from math import inf, isnan, log2, nan
 from typing import NamedTuple
 
+from tilefit.cost import tables
 from tilefit.cost.cudnn import cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
@@ -24,7 +24,7 @@ from tilefit.ops.recurrent import TRAINING
 
 PERSISTENT, CUDNN = "persistent", "cudnn"
 
-DATA = Path(__file__).parent / "data" / "recurrent"
+DATA = tables.DATA / "recurrent"
 
 #: How many times as fast the persistent kernels must have been outside CUDA graphs. There the host limits
 #: short calls, and what it takes varies by more than this from run to run.
@@ -75,21 +75,6 @@ class Judged(NamedTuple):
     is_faster: bool
 
 
-class Neighbour(NamedTuple):
-    """A measured size near a layer that cuDNN runs.
-
-    Attributes:
-        weight: Its share among the neighbours: the nearer, the larger.
-        layer: The layer measured.
-        step_us: Microseconds of its time step in a CUDA graph: forward, or backward with the weights'
-            gradients.
-    """
-
-    weight: float
-    layer: Recurrent
-    step_us: float
-
-
 class Table:
     """What was measured on one GPU.
 
@@ -136,30 +121,27 @@ class Table:
         rows = self._like(layer, layer.dtype, PERSISTENT, training, captured)
         return min(rows, key=lambda row: _distance(layer, row), default=None)
 
-    def by_cudnn(self, layer: Recurrent) -> list[Neighbour]:
+    def by_cudnn(self, layer: Recurrent) -> list[tuple[float, Recurrent, float]]:
         """The sizes measured nearest to a layer at which cuDNN runs the same algorithm for this pass.
 
-        Their weights fall with the square of the distance, as :meth:`nearest` measures it.
+        Returns:
+            Of each its share among them, which falls with the square of the distance (as :meth:`nearest`
+            measures it), the layer measured, and microseconds of its time step in a CUDA graph: forward, or
+            backward with the weights' gradients.
         """
-        forward = {_size(row): row for row in self._like(layer, layer.dtype, CUDNN, False, True)}
         backward = layer.direction != FORWARD
-        rows = self._like(layer, layer.dtype, CUDNN, True, True) if backward else list(forward.values())
+        forward = self._like(layer, layer.dtype, CUDNN, False, True)
+        before_us = {_size(row): row.time_us(CUDNN, True) if backward else 0.0 for row in forward}
         which, wanted = -1 if backward else 0, cudnn_algorithm(layer, self._gpu)[0]
         found = []
-        for row in rows:
-            if self._algorithms[row][which] != wanted or _size(row) not in forward:
-                continue
-            before_us = forward[_size(row)].time_us(CUDNN, True) if backward else 0.0
-            step_us = row.time_us(CUDNN, True) - before_us
-            if step_us > 0:
+        for row in self._like(layer, layer.dtype, CUDNN, True, True) if backward else forward:
+            step_us = row.time_us(CUDNN, True) - before_us.get(_size(row), inf)
+            if step_us > 0 and self._algorithms[row][which] == wanted:
                 near = replace(_layer(row), direction=layer.direction)
-                found.append((_distance(layer, row), near, step_us))
+                found.append((_distance(layer, row) + _SAME_SIZE, near, step_us))
         found = sorted(found, key=lambda near: near[0])[:NEIGHBOURS]
-        weights = [1 / (distance + _SAME_SIZE) for distance, *_ in found]
-        return [
-            Neighbour(weight / sum(weights), near, step_us)
-            for weight, (_, near, step_us) in zip(weights, found, strict=True)
-        ]
+        weights = sum(1 / distance for distance, *_ in found)
+        return [(1 / (distance * weights), near, step_us) for distance, near, step_us in found]
 
     def _like(self, layer: Recurrent, dtype: str, backend: str, training: bool, captured: bool) -> list[Row]:
         """Rows of a layer's kind that have a backend's time; those of one direction stand for two where two

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import tomllib
 from dataclasses import replace
 from functools import cache
 from math import gcd, log2, prod
-from pathlib import Path
 from typing import NamedTuple
 
 from tilefit.cost.analytic import estimates, from_datasheet
@@ -17,6 +15,7 @@ from tilefit.cost.features import FIXED_S, MEMORY_SHARE, Row, describes, one_hot
 from tilefit.cost.launch import COMPILED_KERNEL_S, counts, launches
 from tilefit.cost.memory import clocks_s, floor_s, moved_s
 from tilefit.cost.sums import SUMMED, summed_s
+from tilefit.cost.tables import DATA, toml
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Op, Settings, StepOp, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, size_bytes
@@ -27,9 +26,9 @@ from tilefit.ops.streaming import ROLES
 GENERATED = "generated"
 APPLIED = "batch_norm_elemt"
 
-LIMITS = Path(__file__).parent / "data" / "streaming.csv"
+LIMITS = DATA / "streaming.csv"
 #: What is known of functions by their names, by table; with the sources.
-BY_FUNCTION = tomllib.loads(LIMITS.with_name("functions.toml").read_text("utf-8"))
+BY_FUNCTION = toml("functions")
 
 
 class Limits(NamedTuple):
@@ -59,18 +58,6 @@ _STRIDED_SHARE = 0.5
 _SPREAD = 0.4
 #: Of gradients of biases (:mod:`tilefit.cost.sums`): 82 % of the sizes drawn anew lie in it.
 _SUM_SPREAD = 0.25
-#: Clocks of a multiprocessor that the kernel takes for an element, beside its traffic, that applies given
-#: statistics of a batch norm (``batch_norm_transform_input``): in NCHW, and in NHWC. On an H200 an element
-#: took 3.1 to 3.3 ps, and 1.7 to 2.1, of which a pointwise kernel would be 1.0. On an H100, whose memory is
-#: 1.43 times as slow, it took 1.05 and 1.13 to 1.18 times as long in all, as times do that add as squares:
-#: 1.05 and 1.13 (``benchmarks/results/whole_steps_inference*.json``).
-_APPLIED_CLOCKS = {False: 0.72, True: 0.39}
-#: Of small kernels that prepare them, in bf16: 2.3 us of every norm on an H200; 2.8 on two H100s.
-_PREPARED_S = 2.3e-6
-#: cuDNN's, which applies those in fp16 and fp32; an element of tensors that are joined and not contiguous.
-#: Both of an H100, where norms in 16 bits of 50 MB and more took 0.60 to 0.75 clocks an element
-#: (``benchmarks/function_times.py``).
-_CUDNN_CLOCKS, _JOINED_CLOCKS = 0.66, 0.74
 #: Power with which times add of which the longer counts.
 _MOST = 8.0
 
@@ -90,7 +77,7 @@ _DTYPES = ("bf16", "fp16", "fp32")
 #: Kernels of an embedding's gradient whose indices are sorted.
 _SORTED_KERNELS = 21
 #: Numbers up to which a single kernel sorts them.
-_TILE_SORTED = 3072
+TILE_SORTED = 3072
 #: Rows and elements that one block of a reduction takes, about.
 _BLOCK = 1024
 
@@ -121,10 +108,9 @@ def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
         return _of_fresh_tensors(op, estimate, gpu)
     if op.function in BY_FUNCTION["read_again"]:
         return _of_long_rows(op, estimate, gpu)
-    math_s, power = _work(op, gpu)
+    math_s, power, before_s = _work(op, gpu)
     if not math_s:
         return estimate
-    before_s = _PREPARED_S * (op.function == APPLIED and op.dtype == "bf16")
     limit = MATH if math_s > estimate.time_s else estimate.bound
     both = lambda time_s: before_s + (time_s**power + math_s**power) ** (1 / power)  # noqa: E731
     return estimate.each(both, math_s=math_s, bound=limit)
@@ -135,19 +121,17 @@ def _math_s(op: Streaming, gpu: Gpu) -> float:
     return op.flop / gpu.peak_flop_per_s("fp64" if op.dtype == "fp64" else "fp32")
 
 
-def _work(op: Streaming, gpu: Gpu) -> tuple[float, float]:
-    """Seconds that a kernel computes, and the power with which these and those of its traffic add."""
-    each_s = clocks_s(op.elements, gpu)
+def _work(op: Streaming, gpu: Gpu) -> tuple[float, float, float]:
+    """Seconds that a kernel computes, the power with which these and those of its traffic add, and seconds of
+    what comes before."""
     if op.function == GENERATED:
-        return _math_s(op, gpu), 1.0
-    if op.function == APPLIED:
-        applied = op.dtype == "bf16"
-        return each_s * (_APPLIED_CLOCKS[op.strided] if applied else _CUDNN_CLOCKS), 2.0 if applied else _MOST
-    if op.function == "cat" and op.strided:
-        return each_s * _JOINED_CLOCKS, 3.0
-    steps_s = op.inner * BY_FUNCTION["step_clocks"].get(op.function, 0.0) / gpu.boost_clock_hz
-    resizes = op.read_bytes != op.write_bytes
-    return steps_s + resizes * each_s * BY_FUNCTION["element_clocks"].get(op.function, 0.0), _MOST
+        return _math_s(op, gpu), 1.0, 0.0
+    by_name = BY_FUNCTION["work"]
+    known = by_name.get(f"{op.function} {op.dtype}") or by_name.get(op.function, {})
+    time_s = op.inner * known.get("step_clocks", 0.0) / gpu.boost_clock_hz
+    if op.read_bytes != op.write_bytes or "upsample" not in op.function:
+        time_s += clocks_s(op.elements, gpu) * known.get("element_clocks", (0.0, 0.0))[op.strided]
+    return time_s, known.get("power", _MOST), known.get("before_s", 0.0)
 
 
 def _of_fresh_tensors(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
@@ -231,7 +215,7 @@ def count_streaming(op: Streaming, gpu: Gpu, entry: StepOp) -> int:
     """The kernels of a function's implementation for CUDA."""
     if op.function.endswith("index_put") and op.kernels > 1:
         indices = sum(ref.dtype.startswith("int") for ref in entry.inputs)
-        return 9 * indices + (3 if prod(entry.inputs[-1].shape) <= _TILE_SORTED else 6)
+        return 9 * indices + (3 if prod(entry.inputs[-1].shape) <= TILE_SORTED else 6)
     norm = op.function.startswith("native_batch_norm")
     pixels = prod(entry.inputs[0].shape[2:]) if norm and entry.inputs else 2
     if op.function == "native_batch_norm" and (pixels == 1 or (op.dtype == "bf16" and not op.strided)):

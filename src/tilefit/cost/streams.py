@@ -15,7 +15,7 @@ between two of them begins when both have asked for it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tilefit.cost.estimate import Span, Streams
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
-from tilefit.cost.links import TAKEN, Fabric, Group, network
+from tilefit.cost.links import SUMMED, TAKEN, Fabric, Group, network
 from tilefit.cost.waits import copy_s, launches_block
 from tilefit.gpus import Gpu
 from tilefit.ops import Exchange, HostEvent, Program
@@ -32,7 +32,6 @@ from tilefit.options import MOST_LINKED
 
 #: Steps that are gone through before the one that is told: then each is as the one before.
 _BEFORE = 2
-_SUMMED = ("fp16", "bf16", "fp32")
 
 
 class Timed(NamedTuple):
@@ -60,8 +59,7 @@ def exchange_s(exchange: Exchange, fabric: Fabric) -> float | None:
     group = Group(exchange.ranks, exchange.per_machine)
     if not fabric.reaches(group):
         return None
-    sums = exchange.dtype in _SUMMED
-    return fabric.time_s(exchange.function, exchange.bytes, group, sums=sums)
+    return fabric.time_s(exchange.function, exchange.bytes, group, sums=exchange.dtype in SUMMED)
 
 
 def run(timed: Timed, gpu: Gpu, scale: float, others: Sequence[Timed] = ()) -> Streams:
@@ -172,9 +170,6 @@ class _End(NamedTuple):
         return max(self.time_s, self.meeting.end_s) if self.meeting else self.time_s
 
 
-_BEGIN = _End()
-
-
 class _Board:
     """Where ranks find each other: the n-th exchange of a group is the same for all that have as many."""
 
@@ -209,7 +204,7 @@ class _Clocks:
         self.asked_s = sum(self.launches_s) + scale * timed.asked_s
         self.host_s = self.begin_s = 0.0
         # The host is ahead as far as the program lets it: as if the GPU had a step to do already.
-        self.ends: dict[int, _End] = {0: _End(self.asked_s)}
+        self.ends = defaultdict(_End, {0: _End(self.asked_s)})
         #: What events were recorded behind, of this step and of the one before.
         self.events: dict[int, _End] = {}
         self.earlier: dict[int, _End] = {}
@@ -282,18 +277,18 @@ class _Clocks:
             return self._work(action)
         if isinstance(action, HostEvent):
             return self._meet(action)
+        if action.kind == AWAIT:
+            return self._await(action)
         if action.kind == TO_STREAM:
             self.stream = action.stream
         elif action.kind == RECORD:
-            self.events[action.number] = self.ends.get(action.stream, _BEGIN)
-        elif action.kind == AWAIT:
-            return self._await(action)
+            self.events[action.number] = self.ends[action.stream]
         else:
-            return self._exchange(action)
+            self._exchange(action)
         return True
 
     def _work(self, operations: range) -> bool:
-        stream, now = self.stream, self.ends.get(self.stream, _BEGIN)
+        stream, now = self.stream, self.ends[self.stream]
         if (now_s := now.known_s) == inf:
             return False
         host_s, begin_s, spans = self.host_s, self.begin_s, self.made.spans
@@ -310,9 +305,9 @@ class _Clocks:
 
     def _meet(self, event: HostEvent) -> bool:
         everything = event.kind == WAIT and event.name == "synchronize" and not event.event
-        waited = [*self.ends.values()] if everything else [self.ends.get(self.stream, _BEGIN)]
-        if event.event:
-            waited = [self._event(event.event)]
+        waited = [self._event(event.event) if event.event else self.ends[self.stream]]
+        if everything:
+            waited = [*self.ends.values()]
         if (until_s := max(each.known_s for each in waited)) == inf:
             return False
         self.host_s += self.scale * FORWARD_S
@@ -328,10 +323,10 @@ class _Clocks:
 
     def _event(self, number: int) -> _End:
         """What an event is behind; one of the step before has a number of that."""
-        return self.events.get(number) or self.earlier.get(number + self.period) or _BEGIN
+        return self.events.get(number) or self.earlier.get(number + self.period) or _End()
 
     def _await(self, action: Ordered) -> bool:
-        until, now = self._event(action.number), self.ends.get(action.stream, _BEGIN)
+        until, now = self._event(action.number), self.ends[action.stream]
         until_s, now_s = until.known_s, now.known_s
         if inf in (until_s, now_s):
             if not action.stream or (until_s == now_s and until.meeting is not now.meeting):
@@ -355,10 +350,10 @@ class _Clocks:
         if number in self.exchanged and self.exchanged[number][0].ranks > 1:
             self.made.late_s[number] += min(exposed_s, max(0.0, late_s))
 
-    def _exchange(self, action: Ordered) -> bool:
+    def _exchange(self, action: Ordered) -> None:
         number, stream = action.number, action.stream
         group = self.program.exchanges[number].group
-        now = self.ends.get(stream, _BEGIN)
+        now = self.ends[stream]
         since = now._replace(time_s=max(now.time_s, self.host_s + self.scale * COLLECTIVE_S))
         meeting = self.board.meeting(group, self.called[group])
         before = {each for each in (now.meeting, self.groups.get(group)) if each is not None}
@@ -373,4 +368,3 @@ class _Clocks:
         self.groups[group] = meeting
         self.exchanged[number] = meeting, stream, since
         self.ends[stream] = _End(since.time_s, meeting, number)
-        return True

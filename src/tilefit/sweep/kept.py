@@ -64,7 +64,7 @@ class Kept:
             self._store.keep_point(self._key(options, gpu, more), json.dumps(values))
 
     def _key(self, options: AnyOptions, gpu: PricedGpu, more: Mapping[str, Any]) -> str:
-        about = [*self._about, asdict(options), gpu.name, gpu.calibration and gpu.calibration.about, more]
+        about = [*self._about, asdict(options), gpu.name, gpu.calibration.about, more]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
