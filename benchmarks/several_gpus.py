@@ -190,7 +190,8 @@ class Case:
 
     Attributes:
         model: One of :data:`TORCHVISION`, of :data:`LIBRARY` or of :data:`LLAMA`.
-        way: ``one`` GPU, ``ddp``, ``zero1`` (DDP with ``ZeroRedundancyOptimizer``), ``fsdp``, ``tp``, ``pp``.
+        way: ``one`` GPU, ``each`` rank beside the other without a word, ``ddp``, ``zero1`` (DDP with
+            ``ZeroRedundancyOptimizer``), ``fsdp``, ``tp``, ``pp``.
         samples: Of a micro-batch on each GPU; of a pipeline, on all.
         seq: Tokens of a sample.
         parts: Micro-batches.
@@ -395,6 +396,14 @@ CASES: dict[str, list[Case]] = {
         Case(PHI, "pp", 2, 2048, parts=4, layers=8),
         Case(Q32, "pp", 1, 4096, parts=4, layers=4, schedule="Interleaved"),
         Case(PHI, "pp", 2, 2048, parts=4, layers=8, schedule="GPipe", checkpoint=True),
+    ],
+    "third each": [
+        Case("swin_s", "each", 32),
+        Case("convnext_small", "each", 32),
+        Case(RO, "each", 16, 512, checkpoint=True),
+        Case(SM, "each", 2, 1024, parts=2),
+        Case(RO, "each", 8, 512),
+        Case(OPT, "each", 4, 1024),
     ],
     "again": [
         Case(R, "ddp", 32, again=1),

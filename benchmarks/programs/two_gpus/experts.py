@@ -1,4 +1,4 @@
-"""Mixtures of experts, half of them on each GPU: torchrun --nproc-per-node 2 experts.py [--dropless [--uneven]]"""
+"""Experts, half of them on each GPU: torchrun --nproc-per-node 2 experts.py [--dropless [--uneven]]"""
 
 import argparse
 import os
