@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tilefit.parallel.choices import TrainingSplit
@@ -43,8 +43,9 @@ def lacks(name: str, split: TrainingSplit, tokens: int) -> list[str]:
 
 def _torchrun(split: TrainingSplit, per_machine: int, script: str) -> str:
     machines = -(-split.gpus // per_machine)
-    here = f"--nnodes {machines} --nproc-per-node {min(split.gpus, per_machine)}"
-    return f"torchrun {here} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 {script}"
+    apart = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
+    here = apart if machines > 1 else "--standalone"
+    return f"torchrun {here} --nproc-per-node {min(split.gpus, per_machine)} {script}"
 
 
 def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
@@ -92,35 +93,62 @@ def _recompute(split: TrainingSplit) -> list[str]:
 
 
 def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
+    """A configuration of torchtitan 0.3, which reads no TOML any more."""
     shard = split.data if split.zero == 3 else 1
-    lines = [
-        "[training]",
-        f"local_batch_size = {split.samples * (split.parts if split.pipeline > 1 else 1)}",
-        f"global_batch_size = {split.batch}",
-        f"seq_len = {tokens}",
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {split.data // shard}",
-        f"data_parallel_shard_degree = {shard}",
-        f"tensor_parallel_degree = {split.tensor}",
-        f"pipeline_parallel_degree = {split.pipeline}",
-        f"context_parallel_degree = {split.context}",
-    ]
+    training = {
+        "local_batch_size": split.samples * (split.parts if split.pipeline > 1 else 1),
+        "global_batch_size": split.batch,
+        "seq_len": tokens,
+    }
+    parallelism: dict[str, Any] = {
+        "data_parallel_replicate_degree": split.data // shard,
+        "data_parallel_shard_degree": shard,
+        "tensor_parallel_degree": split.tensor,
+        "pipeline_parallel_degree": split.pipeline,
+        "context_parallel_degree": split.context,
+    }
     if split.experts > 1:
-        lines += [f"expert_parallel_degree = {split.experts}", "expert_tensor_parallel_degree = 1"]
+        parallelism["expert_parallel_degree"] = split.experts
     if shard > 1:
-        lines.append(f'fsdp_reshard_after_forward = "{"always" if split.reshard else "never"}"')
+        parallelism["fsdp_reshard_after_forward"] = "always" if split.reshard else "never"
     if split.pipeline > 1:
         kind = _TITAN_SCHEDULES.get(split.schedule, "Interleaved1F1B" if split.chunks > 1 else "1F1B")
-        lines += [
-            f'pipeline_parallel_schedule = "{kind}"',
-            f"pipeline_parallel_microbatch_size = {split.samples}",
-            # By itself it counts embedding and output as a layer each.
-            "module_fqns_per_model_part = [",
-            *(f"    {json.dumps(names)}," for names in _parts(layers)),
-            "]",
+        parallelism["pipeline_parallel_schedule"] = kind
+        parallelism["pipeline_parallel_microbatch_size"] = split.samples
+        # By itself it counts embedding and output as a layer each.
+        parallelism["module_fqns_per_model_part"] = [*_parts(layers)]
+    again = "None" if split.checkpoint == "none" else "FullAC.Config()"
+    return "\n".join(
+        [
+            _torchrun(split, per_machine, "-m torchtitan.train --module planned --config planned"),
+            "# planned.py, for torchtitan 0.3:",
+            "from dataclasses import replace",
+            "from torchtitan.config import ParallelismConfig",
+            "from torchtitan.distributed.activation_checkpoint import FullAC",
+            "from torchtitan.models.llama3.config_registry import llama3_8b as usual  # or your model's",
+            "def planned():",
+            "    config = usual()",
+            *_call("config.training", "replace", ["config.training"], training),
+            *_call("config.parallelism", "ParallelismConfig", [], parallelism),
+            f"    config.activation_checkpoint = {again}",
+            "    return config",
         ]
-    lines += ["[activation_checkpoint]", f'mode = "{split.checkpoint}"']
-    return "\n".join(lines)
+    )
+
+
+def _call(target: str, function: str, given: list[str], named: Mapping[str, Any]) -> list[str]:
+    """Lines of a function's body that call another; a list has a line for each member."""
+    arguments = [f"        {each}," for each in given]
+    for name, value in named.items():
+        if isinstance(value, list):
+            arguments += [
+                f"        {name}=[",
+                *(f"            {json.dumps(each)}," for each in value),
+                "        ],",
+            ]
+        else:
+            arguments.append(f"        {name}={json.dumps(value)},")
+    return [f"    {target} = {function}(", *arguments, "    )"]
 
 
 def _parts(layers: Layers) -> Iterator[list[str]]:
@@ -128,7 +156,7 @@ def _parts(layers: Layers) -> Iterator[list[str]]:
     first = 0
     for place, count in enumerate(layers):
         names = [f"layers.{index}" for index in range(first, first + count)]
-        yield ["tok_embeddings"] * (place == 0) + names + ["norm", "output"] * (place == len(layers) - 1)
+        yield ["tok_embeddings"] * (place == 0) + names + ["norm", "lm_head"] * (place == len(layers) - 1)
         first += count
 
 
