@@ -460,9 +460,13 @@ def test_weights_in_bf16_have_a_copy_and_tokens_are_counted(models: dict[int, Mo
 
 
 def titan_of(text: str) -> dict[str, Any]:
-    """What a configuration of torchtitan names, below the command: it is Python."""
-    calls = [node for node in ast.walk(ast.parse(text.split("\n", 1)[1])) if isinstance(node, ast.Call)]
-    return {word.arg: ast.literal_eval(word.value) for call in calls for word in call.keywords if word.arg}
+    """What a configuration of torchtitan sets, below the command: it is Python."""
+    found = [node for node in ast.walk(ast.parse(text.split("\n", 1)[1])) if isinstance(node, ast.Assign)]
+    return {
+        target.attr: ast.literal_eval(node.value)
+        for node in found
+        if isinstance(target := node.targets[0], ast.Attribute) and not isinstance(node.value, ast.Call)
+    }
 
 
 def test_settings_of_frameworks() -> None:

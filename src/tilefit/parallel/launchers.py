@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tilefit.parallel.choices import TrainingSplit
@@ -95,22 +95,15 @@ def _recompute(split: TrainingSplit) -> list[str]:
 def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
     """A configuration of torchtitan 0.3, which reads no TOML any more."""
     shard = split.data if split.zero == 3 else 1
-    training = {
-        "local_batch_size": split.samples * (split.parts if split.pipeline > 1 else 1),
-        "global_batch_size": split.batch,
-        "seq_len": tokens,
-    }
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": split.data // shard,
         "data_parallel_shard_degree": shard,
         "tensor_parallel_degree": split.tensor,
         "pipeline_parallel_degree": split.pipeline,
         "context_parallel_degree": split.context,
+        "expert_parallel_degree": split.experts,
+        "fsdp_reshard_after_forward": "always" if split.reshard else "never",
     }
-    if split.experts > 1:
-        parallelism["expert_parallel_degree"] = split.experts
-    if shard > 1:
-        parallelism["fsdp_reshard_after_forward"] = "always" if split.reshard else "never"
     if split.pipeline > 1:
         kind = _TITAN_SCHEDULES.get(split.schedule, "Interleaved1F1B" if split.chunks > 1 else "1F1B")
         parallelism["pipeline_parallel_schedule"] = kind
@@ -118,37 +111,20 @@ def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: 
         # By itself it counts embedding and output as a layer each.
         parallelism["module_fqns_per_model_part"] = [*_parts(layers)]
     again = "None" if split.checkpoint == "none" else "FullAC.Config()"
-    return "\n".join(
-        [
-            _torchrun(split, per_machine, "-m torchtitan.train --module planned --config planned"),
-            "# planned.py, for torchtitan 0.3:",
-            "from dataclasses import replace",
-            "from torchtitan.config import ParallelismConfig",
-            "from torchtitan.distributed.activation_checkpoint import FullAC",
-            "from torchtitan.models.llama3.config_registry import llama3_8b as usual  # or your model's",
-            "def planned():",
-            "    config = usual()",
-            *_call("config.training", "replace", ["config.training"], training),
-            *_call("config.parallelism", "ParallelismConfig", [], parallelism),
-            f"    config.activation_checkpoint = {again}",
-            "    return config",
-        ]
-    )
-
-
-def _call(target: str, function: str, given: list[str], named: Mapping[str, Any]) -> list[str]:
-    """Lines of a function's body that call another; a list has a line for each member."""
-    arguments = [f"        {each}," for each in given]
-    for name, value in named.items():
-        if isinstance(value, list):
-            arguments += [
-                f"        {name}=[",
-                *(f"            {json.dumps(each)}," for each in value),
-                "        ],",
-            ]
-        else:
-            arguments.append(f"        {name}={json.dumps(value)},")
-    return [f"    {target} = {function}(", *arguments, "    )"]
+    parts = split.parts if split.pipeline > 1 else 1
+    lines = [
+        _torchrun(split, per_machine, "-m torchtitan.train --module planned --config planned"),
+        "# planned.py, for torchtitan 0.3:",
+        "from torchtitan.distributed.activation_checkpoint import FullAC",
+        "from torchtitan.models.llama3.config_registry import llama3_8b as usual  # or your model's",
+        "def planned():\n    config = usual()",
+        f"    config.training.local_batch_size = {split.samples * parts}",
+        f"    config.training.global_batch_size = {split.batch}",
+        f"    config.training.seq_len = {tokens}",
+        *(f"    config.parallelism.{name} = {json.dumps(value)}" for name, value in parallelism.items()),
+        f"    config.activation_checkpoint = {again}\n    return config",
+    ]
+    return "\n".join(lines)
 
 
 def _parts(layers: Layers) -> Iterator[list[str]]:
@@ -251,10 +227,7 @@ _PIPELINE: Lack = "pipelines whose layers are shared out as here", lambda split:
 _CONTEXT: Lack = "context parallelism", lambda split: split.context > 1
 _EXPERTS: Lack = "expert parallelism", lambda split: split.experts > 1
 _OWN_ZERO: Lack = "ZeRO-1 and ZeRO-2 that send each rank its sums alone", lambda split: split.zero in (1, 2)
-_SELECTIVE: Lack = (
-    "recomputation of all that lies between products",
-    lambda split: split.checkpoint == "selective",
-)
+_SELECTIVE: Lack = "recomputation of all between products", lambda split: split.checkpoint == "selective"
 _LACKS: dict[str, list[Lack]] = {
     "torchrun + PyTorch": [_PIPELINE, _CONTEXT, _EXPERTS, _OWN_ZERO],
     "torchtitan": [
