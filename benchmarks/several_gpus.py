@@ -59,6 +59,8 @@ RESULTS = Path(__file__).parent / "results" / "several_gpus.json"
 PREDICTED = RESULTS.with_name("several_gpus_predicted.json")
 #: Hosts that predictions are written for, by how long they take to launch; between them lines are drawn.
 SCALES = (0.5, 0.65, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5)
+#: A host that takes nearly no time, so that the GPU's is left.
+NO_HOST = 1e-3
 WARM, TIMED, SYNCED, PROFILED = 3, 10, 4, 2
 #: Heads, key and value heads, width, of the feed-forward part, vocabulary, layers.
 LLAMA = {
@@ -71,6 +73,8 @@ LLAMA = {
     "gemma-2b": (8, 1, 2048, 16384, 256000, 18),
     "qwen-14b": (40, 8, 5120, 13824, 152064, 48),
     "yi-34b": (56, 8, 7168, 20480, 64000, 60),
+    "qwen-32b": (40, 8, 5120, 27648, 152064, 64),
+    "phi-3": (32, 32, 3072, 8192, 32064, 32),
 }
 #: By the names of :mod:`torch.distributed.pipelining`, and of plans.
 SCHEDULES = {
@@ -158,8 +162,25 @@ LIBRARY = {
         "num_hidden_layers",
         {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 512},
     ),
+    "roberta-large": Library(
+        "RobertaForMaskedLM",
+        {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+        | {"vocab_size": 50265, "max_position_embeddings": 514},
+        "roberta.encoder.layer",
+        "num_hidden_layers",
+        {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 512},
+    ),
+    "smollm-360m": Library(
+        "LlamaForCausalLM",
+        {"num_hidden_layers": 32, "hidden_size": 960, "intermediate_size": 2560, "num_attention_heads": 15}
+        | {"num_key_value_heads": 5, "vocab_size": 49152, "tie_word_embeddings": True, "use_cache": False},
+        "model.layers",
+        "num_hidden_layers",
+        {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+        | {"vocab_size": 512},
+    ),
 }
-TORCHVISION = ("resnet50", "convnext_base", "swin_t")
+TORCHVISION = ("resnet50", "convnext_base", "swin_t", "swin_s", "convnext_small")
 IMAGES = (*TORCHVISION, "vit", "vit-large")
 
 
@@ -169,7 +190,8 @@ class Case:
 
     Attributes:
         model: One of :data:`TORCHVISION`, of :data:`LIBRARY` or of :data:`LLAMA`.
-        way: ``one`` GPU, ``ddp``, ``zero1`` (DDP with ``ZeroRedundancyOptimizer``), ``fsdp``, ``tp``, ``pp``.
+        way: ``one`` GPU, ``each`` rank beside the other without a word, ``ddp``, ``zero1`` (DDP with
+            ``ZeroRedundancyOptimizer``), ``fsdp``, ``tp``, ``pp``.
         samples: Of a micro-batch on each GPU; of a pipeline, on all.
         seq: Tokens of a sample.
         parts: Micro-batches.
@@ -226,6 +248,7 @@ G, R, L, B = "gpt2", "resnet50", "llama-1b", "llama-8b"
 BERT, V, T, X = "bert-large", "vit", "t5", "gpt2-xl"
 L3, L13, L70 = "llama-3b", "llama-13b", "llama-70b"
 Q, OPT, P, G2, Q14, Y = "qwen3-0.6b", "opt-1.3b", "pythia-1b", "gemma-2b", "qwen-14b", "yi-34b"
+Q32, PHI, RO, SM = "qwen-32b", "phi-3", "roberta-large", "smollm-360m"
 #: By kind; the processes are fresh for each. Those of ``new`` and ``held`` kinds set nothing of the model
 #: before they were predicted (``results/several_gpus_predicted.json``); those measured ``again`` tell what a
 #: host repeats.
@@ -351,6 +374,36 @@ CASES: dict[str, list[Case]] = {
         Case(G2, "pp", 2, 2048, parts=6, layers=12, schedule="ZBV"),
         Case(Y, "pp", 1, 2048, parts=4, layers=4, checkpoint=True),
         Case(Q14, "pp", 2, 2048, parts=4, layers=8, schedule="Interleaved"),
+    ],
+    "third ddp": [
+        Case("swin_s", "ddp", 32),
+        Case("convnext_small", "ddp", 32),
+        Case(RO, "ddp", 16, 512, checkpoint=True),
+        Case(SM, "ddp", 2, 1024, parts=2),
+    ],
+    "third fsdp": [
+        Case(SM, "fsdp", 1, 512),
+        Case(SM, "fsdp", 8, 2048, checkpoint=True),
+        Case(RO, "fsdp", 8, 512),
+        Case(PHI, "fsdp", 2, 4096, checkpoint=True),
+        Case(OPT, "fsdp", 8, 1024, again=1),
+    ],
+    "third tp": [
+        Case(Q32, "tp", 2, 4096, layers=2, sequence=True),
+        Case(PHI, "tp", 4, 2048, layers=6, checkpoint=True),
+    ],
+    "third pp": [
+        Case(PHI, "pp", 2, 2048, parts=4, layers=8),
+        Case(Q32, "pp", 1, 4096, parts=4, layers=4, schedule="Interleaved"),
+        Case(PHI, "pp", 2, 2048, parts=4, layers=8, schedule="GPipe", checkpoint=True),
+    ],
+    "third each": [
+        Case("swin_s", "each", 32),
+        Case("convnext_small", "each", 32),
+        Case(RO, "each", 16, 512, checkpoint=True),
+        Case(SM, "each", 2, 1024, parts=2),
+        Case(RO, "each", 8, 512),
+        Case(OPT, "each", 4, 1024),
     ],
     "again": [
         Case(R, "ddp", 32, again=1),
@@ -906,8 +959,11 @@ def predict(part: str) -> dict[str, Any]:
     for gpu in ("h200", "h100-sxm"):
         made[gpu] = {}
         for case in cases:
+            alone = predicted(case, gpu, NO_HOST).time
             made[gpu][case.name] = {
                 "times_s": [round(predicted(case, gpu, scale).time.time_s, 6) for scale in SCALES],
+                "gpu_s": round(alone.time_s, 6),
+                "compute_s": round(alone.compute_s + alone.recompute_s + alone.optimizer_s, 6),
                 "bytes": [round(each) for each in ranks_bytes(case, gpu)],
             }
             print(case.name, made[gpu][case.name], flush=True)
@@ -1070,7 +1126,7 @@ def measured(options: argparse.Namespace) -> None:
     left = lambda: options.seconds - (time.monotonic() - rows.began_s)  # noqa: E731
     kinds = [each for each in ("collectives", *CASES) if not options.only or each in options.only]
     for kind in kinds:
-        waiting = list(CASES.get(kind, []))
+        waiting = [replace(each, again=each.again + options.again) for each in CASES.get(kind, [])]
         if tiny:
             waiting = [replace(case, seq=32 if case.seq else 0, samples=2) for case in waiting]
         collectives = kind == "collectives"
@@ -1119,6 +1175,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--profile", action="store_true", help="also what profiled steps consist of")
     parser.add_argument("--only", nargs="*", choices=("collectives", *CASES), default=())
+    parser.add_argument("--again", type=int, default=0, help="for the so-manieth time")
     parser.add_argument("--record", action="store_true", help="write the errors into results/")
     parser.add_argument("--compare", action="store_true", help="with predictions; measures nothing")
     parser.add_argument("--predict", metavar="KINDS", help="write what is predicted for kinds so called")

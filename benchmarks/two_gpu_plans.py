@@ -32,7 +32,9 @@ from tilefit.parallel.training import CONTEXT_BYTES
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "results" / "two_gpu_programs_h100.jsonl"
-HELD_MEASURED = MEASURED.with_name("two_gpu_programs_held_h100.jsonl")
+HELD_MEASURED = [
+    MEASURED.with_name(f"two_gpu_programs_{name}_h100.jsonl") for name in ("held", "uneven", "uneven_again")
+]
 RESULTS = HERE / "results" / "two_gpu_plans.json"
 PREDICTED = RESULTS.with_name("two_gpu_plans_predicted.json")
 
@@ -46,6 +48,7 @@ class Case(NamedTuple):
     layers: int
     experts: int
     split: TrainingSplit
+    imbalance: float = 1.0
 
 
 def pipeline(name: str, width: int = 4096, length: int = 2048, parts: int = 8, samples: int = 1) -> Case:
@@ -61,7 +64,9 @@ def pipeline(name: str, width: int = 4096, length: int = 2048, parts: int = 8, s
 
 def mixture(name: str, width: int, length: int, experts: int, samples: int = 4, layers: int = 4) -> Case:
     split = TrainingSplit(data=2, samples=samples, micro_batches=1, experts=2)
-    return Case(name, width, length, layers, experts, split)
+    # Every token chooses the first expert and any other, or any two; a rank has half of them.
+    imbalance = 1 + (experts / 2 - 1) / (experts - 1) if "--uneven" in name else 1.0
+    return Case(name, width, length, layers, experts, split, imbalance)
 
 
 CASES = [
@@ -77,6 +82,9 @@ HELD = [
     mixture(
         "experts.py --width 3072 --length 1024 --experts 8 --samples 8 --layers 3", 3072, 1024, 8, 8, layers=3
     ),
+    mixture("experts.py --dropless --width 3072 --length 1024 --experts 4", 3072, 1024, 4),
+    mixture("experts.py --dropless --uneven --width 3072 --length 1024 --experts 4", 3072, 1024, 4),
+    mixture("experts.py --dropless --uneven --length 4096 --samples 2", 2048, 4096, 8, samples=2),
 ]
 
 
@@ -88,7 +96,7 @@ def planner(case: Case, scale: float | None = None) -> Planner:
     options = TargetOptions(fused_optimizer=True, weights="bf16", input=(shape,), arguments=arguments)
     step = capture_target(f"{HERE / 'programs' / 'one_gpu_layers.py'}:Layers", options)
     # AdamW in bf16; gradients of what is shared are summed up by hand, at the end.
-    framework = Framework(overlap=False, bucket_copies=0)
+    framework = Framework(overlap=False, bucket_copies=0, imbalance=case.imbalance)
     gpu = priced(gpus.get("h100-sxm"))
     if scale is not None:
         gpu = replace(gpu, calibration=replace(gpu.calibration, launch_scale=scale))
@@ -99,8 +107,10 @@ def planner(case: Case, scale: float | None = None) -> Planner:
 
 def predict() -> dict[str, Any]:
     """Times by scale, and bytes, of what is held out."""
-    made: dict[str, Any] = {"scales": SCALES}
+    made: dict[str, Any] = json.loads(PREDICTED.read_text()) | {"scales": SCALES}
     for case in HELD:
+        if case.name in made:  # what was said before it was measured stands
+            continue
         memory = planner(case).training(case.split).memory()
         times = [planner(case, scale).training(case.split).step_s() for scale in SCALES]
         made[case.name] = {"times_s": times, "bytes": memory.total - CONTEXT_BYTES}
@@ -119,7 +129,9 @@ def measured(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 def compared() -> list[dict[str, Any]]:
     """Every case beside what was measured."""
-    known = measured(MEASURED) | measured(HELD_MEASURED)
+    known = measured(MEASURED)
+    for path in HELD_MEASURED:
+        known |= {name: rows for name, rows in measured(path).items() if name not in known}
     before = json.loads(PREDICTED.read_text())
     made = []
     for case in [*CASES, *HELD]:

@@ -60,12 +60,18 @@ CASES = (
     "experts.py --width 1024 --length 512 --experts 16",
     "pipeline.py --schedule interleaved --width 5120 --parts 4 --samples 2",
 )
-#: Of sizes that were predicted by plans before they were measured (``two_gpu_plans.py``).
+#: Of sizes that were predicted by plans before they were measured (``two_gpu_plans.py``), as ``UNEVEN``.
 HELD = (
     "experts.py --width 4096 --length 1024 --experts 4",
     "experts.py --length 4096 --experts 16 --samples 2",
     "experts.py --width 3072 --length 1024 --experts 8 --samples 8 --layers 3",
 )
+UNEVEN = (
+    "experts.py --dropless --width 3072 --length 1024 --experts 4",
+    "experts.py --dropless --uneven --width 3072 --length 1024 --experts 4",
+    "experts.py --dropless --uneven --length 4096 --samples 2",
+)
+LISTS = {"cases": CASES, "held": HELD, "uneven": UNEVEN}
 TINY = "--width 512 --length 32 --samples 2 --layers 4"
 #: What a program for GPUs is made into for a machine without.
 _ON_CPU = {
@@ -167,7 +173,7 @@ def run(case: str, device: str) -> dict[str, Any]:
 
 def measured(options: argparse.Namespace) -> None:
     """All programs that the time allows; after one that fails others go on in fresh processes."""
-    rows, waiting = Rows(options.rows), list(HELD if options.held else CASES)
+    rows, waiting = Rows(options.rows), list(LISTS[options.list])
     left = lambda: options.seconds - (time.monotonic() - rows.began_s)  # noqa: E731
     rows.write("machine", **machine(options.device))
     while waiting and left() > 20:
@@ -251,7 +257,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="after which nothing more is begun")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds that a program may take")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--held", action="store_true", help="what plans predicted before it was measured")
+    parser.add_argument("--list", choices=LISTS, default="cases", help="which programs")
     parser.add_argument("--compare", action="store_true", help="with predictions; measures nothing")
     parser.add_argument("--predict", metavar="GPU", nargs="?", const="h100-sxm", help="write predictions")
     options = parser.parse_args()

@@ -8,7 +8,7 @@ import pytest
 
 from tilefit.cost import estimate_step
 from tilefit.cost.estimate import EXPOSED
-from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, FSDP_S
+from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, fsdp_s
 from tilefit.cost.links import TAKEN, Fabric, Group
 from tilefit.cost.streams import Timed, exchange_s, fabric_of, run
 from tilefit.gpus import get
@@ -85,7 +85,7 @@ def test_collectives_of_fully_shard_take_the_host() -> None:
         estimate_step(Step(ops, program=program(exchanges=(exchange(1 << 12, copied=each),))), H100)
         for each in (False, True)
     )
-    assert copied.host_time_s - plain.host_time_s == pytest.approx(FSDP_S)
+    assert copied.host_time_s - plain.host_time_s == pytest.approx(fsdp_s())
 
 
 def test_collectives_of_a_group_follow_each_other_and_those_of_two_do_not() -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts, half of them on each GPU: torchrun --nproc-per-node 2 experts.py [--dropless]"""
+"""Experts, half of them on each GPU: torchrun --nproc-per-node 2 experts.py [--dropless [--uneven]]"""
 
 import argparse
 import os
@@ -17,6 +17,7 @@ parser.add_argument("--length", type=int, default=2048)
 parser.add_argument("--samples", type=int, default=4)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--dropless", action="store_true", help="experts take what they are given")
+parser.add_argument("--uneven", action="store_true", help="every token chooses the first expert, and another")
 options = parser.parse_args()
 CHOSEN = 2
 
@@ -39,7 +40,10 @@ class Mixture(nn.Module):
 
     def forward(self, x):
         flat = x.flatten(0, 1)
-        share, chosen = self.router(flat).float().softmax(-1).topk(CHOSEN, -1)
+        scores = self.router(flat).float()
+        if options.uneven:
+            scores = scores + 9.0 * (torch.arange(self.experts_in_all, device=x.device) == 0)
+        share, chosen = scores.softmax(-1).topk(CHOSEN, -1)
         run = self.dropless if options.dropless else self.padded
         return run(flat, share.to(x.dtype), chosen).view_as(x)
 

@@ -80,9 +80,11 @@ COLLECTIVE_S = 30e-6
 #: A product or a collective of DTensors, beside that (four layers of Llama-8B in two tensor-parallel ranks,
 #: 2 H200: ``benchmarks/several_gpus.py``).
 DTENSOR_S = 0.3e-3
-#: A collective of ``fully_shard``, with its copies and hooks: 0.83 to 0.86 ms in four steps of three models
-#: that a slow host limits (BERT, GPT-2-XL, Llama-3B, 2 H100).
-FSDP_S = 0.85e-3
+#: A collective of ``fully_shard`` with its copies and hooks, and more for each parameter: in that proportion
+#: on a CPU with nothing to send (one of 1 to 24 parameters: 0.88 + 0.063 ms each for a layer's three, within
+#: 4 %; PyTorch 2.13), as long as the host-limited steps of BERT, GPT-2-XL and Llama take on 2 H100.
+FSDP_S = 0.5e-3
+FSDP_PARAMETER_S = 35.5e-6
 #: One operation that is replayed from a CUDA graph: how much longer a replay takes than its kernels, in the
 #: median over 238 operations of one kernel (``benchmarks/collect_h200.py --part method``).
 GRAPHED_S = 0.35e-6
@@ -132,6 +134,12 @@ def launch(op: Op, phase: str, gpu: Gpu, settings: Settings) -> Launch:
     forward_s = FORWARD_S if settings.training else ALONE_S
     call_s = BACKWARD_S if phase.startswith("backward") else forward_s
     return Launch(kernels, call_s + KERNEL_S * (kernels - 1))
+
+
+def fsdp_s(parameters: int = 10) -> float:
+    """What the host takes for a collective of ``fully_shard`` over so many parameters; those of a
+    Transformer's layer where nobody counts them."""
+    return FSDP_S + FSDP_PARAMETER_S * parameters
 
 
 def begin_s(part: str, step: Step) -> float:

@@ -17,12 +17,12 @@ from typing import NamedTuple
 from tilefit.cost.estimate import BOUNDS, EXPOSED, LATENCY, LAUNCH, WAITS, Estimate, StepEstimate, Streams
 from tilefit.cost.launch import (
     DTENSOR_S,
-    FSDP_S,
     GRAPHED_S,
     IDLE_S,
     PROGRAM_HOST,
     around_s,
     begin_s,
+    fsdp_s,
     launch,
 )
 from tilefit.cost.model import estimate_all
@@ -211,6 +211,6 @@ def _of_wrappers(step: Step) -> dict[int, float]:
         if isinstance(entry.op, Gemm) and entry.site.module in modules:
             found[index] += DTENSOR_S
     for each in step.program.exchanges:
-        taken_s = FSDP_S if each.copied else DTENSOR_S * (each.site.module in around)
+        taken_s = fsdp_s() if each.copied else DTENSOR_S * (each.site.module in around)
         found[min(each.index, len(step.ops) - 1)] += taken_s
     return found

@@ -43,8 +43,9 @@ def lacks(name: str, split: TrainingSplit, tokens: int) -> list[str]:
 
 def _torchrun(split: TrainingSplit, per_machine: int, script: str) -> str:
     machines = -(-split.gpus // per_machine)
-    here = f"--nnodes {machines} --nproc-per-node {min(split.gpus, per_machine)}"
-    return f"torchrun {here} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 {script}"
+    apart = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
+    here = apart if machines > 1 else "--standalone"
+    return f"torchrun {here} --nproc-per-node {min(split.gpus, per_machine)} {script}"
 
 
 def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
@@ -92,34 +93,37 @@ def _recompute(split: TrainingSplit) -> list[str]:
 
 
 def _torchtitan(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) -> str:
+    """A configuration of torchtitan 0.3, which reads no TOML any more."""
     shard = split.data if split.zero == 3 else 1
-    lines = [
-        "[training]",
-        f"local_batch_size = {split.samples * (split.parts if split.pipeline > 1 else 1)}",
-        f"global_batch_size = {split.batch}",
-        f"seq_len = {tokens}",
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {split.data // shard}",
-        f"data_parallel_shard_degree = {shard}",
-        f"tensor_parallel_degree = {split.tensor}",
-        f"pipeline_parallel_degree = {split.pipeline}",
-        f"context_parallel_degree = {split.context}",
-    ]
-    if split.experts > 1:
-        lines += [f"expert_parallel_degree = {split.experts}", "expert_tensor_parallel_degree = 1"]
-    if shard > 1:
-        lines.append(f'fsdp_reshard_after_forward = "{"always" if split.reshard else "never"}"')
+    parallelism: dict[str, Any] = {
+        "data_parallel_replicate_degree": split.data // shard,
+        "data_parallel_shard_degree": shard,
+        "tensor_parallel_degree": split.tensor,
+        "pipeline_parallel_degree": split.pipeline,
+        "context_parallel_degree": split.context,
+        "expert_parallel_degree": split.experts,
+        "fsdp_reshard_after_forward": "always" if split.reshard else "never",
+    }
     if split.pipeline > 1:
         kind = _TITAN_SCHEDULES.get(split.schedule, "Interleaved1F1B" if split.chunks > 1 else "1F1B")
-        lines += [
-            f'pipeline_parallel_schedule = "{kind}"',
-            f"pipeline_parallel_microbatch_size = {split.samples}",
-            # By itself it counts embedding and output as a layer each.
-            "module_fqns_per_model_part = [",
-            *(f"    {json.dumps(names)}," for names in _parts(layers)),
-            "]",
-        ]
-    lines += ["[activation_checkpoint]", f'mode = "{split.checkpoint}"']
+        parallelism["pipeline_parallel_schedule"] = kind
+        parallelism["pipeline_parallel_microbatch_size"] = split.samples
+        # By itself it counts embedding and output as a layer each.
+        parallelism["module_fqns_per_model_part"] = [*_parts(layers)]
+    again = "None" if split.checkpoint == "none" else "FullAC.Config()"
+    parts = split.parts if split.pipeline > 1 else 1
+    lines = [
+        _torchrun(split, per_machine, "-m torchtitan.train --module planned --config planned"),
+        "# planned.py, for torchtitan 0.3:",
+        "from torchtitan.distributed.activation_checkpoint import FullAC",
+        "from torchtitan.models.llama3.config_registry import llama3_8b as usual  # or your model's",
+        "def planned():\n    config = usual()",
+        f"    config.training.local_batch_size = {split.samples * parts}",
+        f"    config.training.global_batch_size = {split.batch}",
+        f"    config.training.seq_len = {tokens}",
+        *(f"    config.parallelism.{name} = {json.dumps(value)}" for name, value in parallelism.items()),
+        f"    config.activation_checkpoint = {again}\n    return config",
+    ]
     return "\n".join(lines)
 
 
@@ -128,7 +132,7 @@ def _parts(layers: Layers) -> Iterator[list[str]]:
     first = 0
     for place, count in enumerate(layers):
         names = [f"layers.{index}" for index in range(first, first + count)]
-        yield ["tok_embeddings"] * (place == 0) + names + ["norm", "output"] * (place == len(layers) - 1)
+        yield ["tok_embeddings"] * (place == 0) + names + ["norm", "lm_head"] * (place == len(layers) - 1)
         first += count
 
 
@@ -223,10 +227,7 @@ _PIPELINE: Lack = "pipelines whose layers are shared out as here", lambda split:
 _CONTEXT: Lack = "context parallelism", lambda split: split.context > 1
 _EXPERTS: Lack = "expert parallelism", lambda split: split.experts > 1
 _OWN_ZERO: Lack = "ZeRO-1 and ZeRO-2 that send each rank its sums alone", lambda split: split.zero in (1, 2)
-_SELECTIVE: Lack = (
-    "recomputation of all that lies between products",
-    lambda split: split.checkpoint == "selective",
-)
+_SELECTIVE: Lack = "recomputation of all between products", lambda split: split.checkpoint == "selective"
 _LACKS: dict[str, list[Lack]] = {
     "torchrun + PyTorch": [_PIPELINE, _CONTEXT, _EXPERTS, _OWN_ZERO],
     "torchtitan": [

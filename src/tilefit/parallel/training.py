@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
-from tilefit.cost.launch import FSDP_S
+from tilefit.cost.launch import fsdp_s
 from tilefit.cost.links import TAKEN, Fabric, Group
 from tilefit.cost.priced import priced
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND
@@ -44,6 +44,7 @@ _STREAMED = 0.86
 #: What the host needs for each parameter that DDP copies into a bucket and back: 0 to 56 us, 23 in the
 #: median, in seven steps on 2 H100 that a host limits whose scale was measured beside them
 #: (``several_gpus_held_h100`` and ``_h100`` of ``benchmarks/results``); by scales of minutes before, 45.
+#: Eight later steps are 10 % off with it, 15 with 45 (``several_gpus_third_h100``, ``_third_again_h100``).
 DDP_HOST_S = 20e-6
 #: And for each layer that is computed again, beside its launches: 1.6 ms (GPT-2-XL), 1.5 (OPT), 1.5 and 4
 #: (DTensor) in the four such steps there.
@@ -430,7 +431,7 @@ class Training:
         copied = 0.0
         if self.split.zero == 3:
             copied = 2 * precision.work * gathers + (precision.work + precision.gradient) * scatters
-            host_s += (gathers + scatters) * FSDP_S * self._host_scale * bool(block.parameters)
+            host_s += (gathers + scatters) * fsdp_s(block.tensors) * self._host_scale * bool(block.tensors)
         elif self._is_ddp and scatters:
             copied = 2 * self.framework.bucket_copies * precision.gradient
             host_s += block.tensors * DDP_HOST_S * self._host_scale
