@@ -13,7 +13,7 @@ from tilefit.fixes.behaviour import behaviours
 from tilefit.fixes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix, refuse
 from tilefit.fixes.layers import CONVOLUTIONS, Fitted, Wide, channels_of, padded
 from tilefit.fixes.modules import fewest_rows, require_plain, submodule
-from tilefit.fixes.padding import COMPARED_S, LAYER_S, REGION_S, wide_size
+from tilefit.fixes.padding import COMPARED_S, LAYER_S, REGION_S
 from tilefit.fixes.paths import Trace, by_itself, chains, paddings, traces
 from tilefit.ops import FORWARD, Conv, Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
@@ -37,10 +37,9 @@ def pad_channels(context: Context) -> Found:
 
     A convolution copies its filters into a tensor with room for more channels (under autocast they are
     copied anyway, to be cast). The image it writes has the added channels, all zero, and keeps them through
-    batch normalisation, pooling, resizing, elementwise functions, sums, concatenations and depthwise
-    convolutions up to the next convolution, whose filters are zero there. Whatever else reads an image gets
-    it cropped by the module that made it. Parameters, running statistics and the model's output do not
-    change.
+    batch normalisation, pooling, resizing, elementwise functions and sums up to the next convolution, whose
+    filters are zero there. Whatever else reads an image (a concatenation, a depthwise convolution) gets it
+    cropped by the module that made it. Parameters, running statistics and the model's output do not change.
 
     Which images stay padded is read off the model's ``forward``, traced symbolically; where a module cannot
     be traced, each of its convolutions pads its own image and crops its own output. Parts that are called by
@@ -49,7 +48,7 @@ def pad_channels(context: Context) -> Found:
 
     A first layer's few channels are padded to 4 or 8 where that is predicted to pay.
 
-    Refused: convolutions that are no plain ``nn.Conv``. Grouped ones that are not depthwise are left alone.
+    Refused: convolutions that are no plain ``nn.Conv``. Grouped ones are left alone.
     """
     step, model = context.step, context.run.model
     odd: dict[int, str] = {}
@@ -130,10 +129,8 @@ def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
     inputs: dict[int, int] = {}
     for each in (behaviour for module in model.modules() for behaviour in behaviours(module)):
         if isinstance(each, Fitted):
-            if each.wide_in is not None and len(each.wide_in) == 1:
-                inputs |= dict(each.wide_in)
-            if each.wide_out is not None and len(each.wide_out) == 1:
-                sizes |= dict(each.wide_out)
+            inputs |= dict([each.wide_in] if each.wide_in else [])
+            sizes |= dict([each.wide_out] if each.wide_out else [])
     return sizes, inputs
 
 
@@ -212,12 +209,7 @@ def _paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
 def _together(context: Context, group: Group, wides: Mapping[str, Wide], more_s: float = 0.0) -> ChangeSet:
     """The change that pads some layers; ``more_s``: host time beside that of each."""
     calls = {layer.module: len(layer.forward) for layer in group.layers}
-    sizes = {
-        real: wide
-        for each in wides.values()
-        for channels in (each.wide_out, each.wide_in)
-        for real, wide in channels or ()
-    }
+    sizes = dict(pair for each in wides.values() for pair in (each.wide_out, each.wide_in) if pair)
     share = 1.0 if context.run.options.train else 0.6
     return padded(wides, sizes, host_s=share * LAYER_S * sum(calls.get(path, 1) for path in wides) + more_s)
 
@@ -262,7 +254,7 @@ def _least_rows(context: Context, layer: Linear, wide: Wide) -> int:
     assert isinstance(op, Gemm)
     old_in, old_out = layer.in_features, layer.out_features
     new_in, new_out = (
-        old if channels is None else wide_size(channels)
+        old if channels is None else channels[1]
         for old, channels in ((old_in, wide.wide_in), (old_out, wide.wide_out))
     )
     before, after = (layer.resized(op, FORWARD, *sizes) for sizes in ((old_in, old_out), (new_in, new_out)))

@@ -28,10 +28,6 @@ from tilefit.fixes.padding import (
     Channels,
     clear,
     crop,
-    narrowed,
-    real_size,
-    spread,
-    wide_size,
     widen,
 )
 from tilefit.fixes.region import Opened, Region
@@ -67,7 +63,7 @@ def dims_of(layer: Layer) -> int:
 
 def _is_handed_on(space: dict[Any, Any] | None, channels: int, wide: Channels | None) -> bool:
     """Whether so many channels are what a layer of the same region has padded."""
-    return space is not None and wide is not None and bool(space.get(_WIDE)) and channels == wide_size(wide)
+    return space is not None and wide is not None and bool(space.get(_WIDE)) and channels == wide[1]
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,6 @@ class Wide(Behaviour):
 class Fitted(Wide):
     """A linear layer or convolution that fits what it multiplies to the GPU; its parameters keep their sizes.
 
-    A depthwise convolution pads no image itself: both that it reads and that it writes are padded, or none.
-
     Attributes:
         nhwc: The region in which images are laid out in NHWC.
     """
@@ -173,12 +167,12 @@ class Fitted(Wide):
         wide_in, wide_out = self.wide_in, self.wide_out
         taken, given = (None if each is None else each.space() for each in (self.takes, self.gives))
         channels, real = input.shape[axis], channels_of(module)
-        # Of attributes that a linear layer lacks it takes microseconds to say so.
-        groups: int = module.groups if isinstance(module, _ConvNd) else 1
         is_wide, is_real = _is_handed_on(taken, channels, wide_in), channels == real[0]
         is_enough = input.numel() >= self.least_rows * channels
-        pays = is_wide or (is_real and groups == 1 and self._pays(is_enough, taken, given))
-        if not pays or not self._fits(module, *real, groups):
+        pays = is_wide or (is_real and self._pays(is_enough, taken, given))
+        if not pays or not self._fits(module, *real):
+            # Somebody has given it a weight of another size: it is to see what it always saw.
+            input = crop(input, axis, wide_in) if is_wide and wide_in is not None else input
             wide_in = wide_out = None
         is_nhwc = bool(dims and axis) and self._wants_nhwc(dims)
         if wide_in is wide_out is None and not (is_real and is_nhwc):
@@ -186,14 +180,12 @@ class Fitted(Wide):
         is_nhwc = is_nhwc or (bool(dims and axis) and is_channels_last(input))
         places = (wide_in, wide_out)
         x, weight, bias = _padded(module, input, dtype, is_nhwc=is_nhwc, is_wide=is_wide, places=places)
-        depthwise = groups > 1 and wide_in is not None
-        y = _product(module, x, weight, bias, x.shape[axis] if depthwise else groups, *args, **kwargs)
+        y = _product(module, x, weight, bias, *args, **kwargs)
         if wide_out is None:
             return y
         if given is None or not given.setdefault(_WIDE, True):
             return crop(y, axis, wide_out)
-        if not depthwise:
-            clear(y, axis, wide_out)
+        clear(y, axis, wide_out)
         return y
 
     def _pays(self, is_enough: bool, taken: Any, given: Any) -> bool:
@@ -216,13 +208,12 @@ class Fitted(Wide):
             return not is_transformed()
         return self.nhwc.space() is not None
 
-    def _fits(self, module: Layer, into: int, out: int, groups: int) -> bool:
+    def _fits(self, module: Layer, into: int, out: int) -> bool:
         """Whether the layer has the channels it had."""
-        into = into if self.wide_in is None else real_size(self.wide_in)
-        out = out if self.wide_out is None else real_size(self.wide_out)
+        into = into if self.wide_in is None else self.wide_in[0]
+        out = out if self.wide_out is None else self.wide_out[0]
         is_transposed = isinstance(module, _ConvNd) and module.transposed
-        sizes = (into, out // groups) if is_transposed else (out, into // groups)
-        return module.weight.shape[:2] == sizes
+        return module.weight.shape[:2] == ((into, out) if is_transposed else (out, into))
 
 
 def _padded(
@@ -243,7 +234,6 @@ def _padded(
     of_weight = (wide_out, wide_in)
     if isinstance(module, _ConvNd):
         of_weight = (wide_in, wide_out) if module.transposed else of_weight
-        of_weight = (of_weight[0], None) if module.groups > 1 else of_weight
     wide = {at: channels for at, channels in enumerate(of_weight) if channels}
     if not wide:
         return x, weight.to(dtype, memory_format=NHWC[x.dim()]), bias
@@ -267,7 +257,6 @@ def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    groups: int,
     output_size: list[int] | None = None,
 ) -> torch.Tensor:
     if isinstance(module, nn.Linear):
@@ -278,11 +267,11 @@ def _product(
     if module.transposed:
         geometry: Any = (module.stride, padding, module.kernel_size, dims, module.dilation)
         output_padding: Any = module._output_padding(x, output_size, *geometry)  # type: ignore[operator]
-        y = function(x, weight, bias, module.stride, padding, output_padding, groups, module.dilation)
+        y = function(x, weight, bias, module.stride, padding, output_padding, module.groups, module.dilation)
     else:
         if module.padding_mode != "zeros":
             x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
-        y = function(x, weight, bias, module.stride, padding, module.dilation, groups)
+        y = function(x, weight, bias, module.stride, padding, module.dilation, module.groups)
     return y  # type: ignore[no-any-return]
 
 
@@ -311,7 +300,7 @@ class WideNorm(Wide):
         y = F.batch_norm(input, mean, variance, weight, bias, of_batch, _factor(module), module.eps)
         if module.training:
             kept = [vector for vector in running if vector is not None]
-            new = [narrowed(vector, 0, self.wide_in) for vector in (mean, variance) if vector is not None]
+            new = [vector[: self.wide_in[0]] for vector in (mean, variance) if vector is not None]
             if kept:
                 with torch.no_grad():
                     torch._foreach_copy_(kept, new)
@@ -322,10 +311,8 @@ def _spread(wide: Channels, *vectors: torch.Tensor | None) -> list[torch.Tensor 
     first = next((vector for vector in vectors if vector is not None), None)
     if first is None:
         return list(vectors)
-    sizes = [padded - real for real, padded in wide]
-    zeros = first.new_zeros(max(sizes))
-    gaps = [zeros[:size] for size in sizes] if len(sizes) > 1 else [zeros]
-    return [None if vector is None else spread(vector, wide, gaps) for vector in vectors]
+    gap = first.new_zeros(wide[1] - wide[0])
+    return [None if vector is None else torch.cat((vector, gap)) for vector in vectors]
 
 
 def _factor(module: _BatchNorm) -> float:

@@ -1,23 +1,21 @@
 """Tensors with zeros among their elements, and without them again.
 
-What stays padded from layer to layer comes as segments: ``((60, 64), (30, 32))`` are 60 channels padded to
-64 and, behind them, 30 padded to 32, which is what concatenating two padded images gives. Parameters keep
-their real sizes and are copied to their wide places while the model runs, cast on the way, since autocast
-would copy them anyway. What is cropped is a tensor of its own, in the memory format of the padded one.
+Parameters keep their real sizes and are copied to their wide places while the model runs, cast on the way,
+since autocast would copy them anyway. What is cropped is a tensor of its own, in the memory format of the
+padded one.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
-#: Segments of a dimension, each as (elements, elements with the padding behind them).
-Channels = tuple[tuple[int, int], ...]
+#: Of a dimension: its elements, and these with the padding behind them.
+Channels = tuple[int, int]
 #: Dimensions (not negative) that are padded.
 Places = dict[int, Channels]
 
@@ -38,30 +36,6 @@ REGION_S = 6e-6
 COMPARED_S = 0.65e-6
 
 
-def real_size(channels: Channels) -> int:
-    """The elements themselves."""
-    return channels[0][0] if len(channels) == 1 else sum(real for real, _ in channels)
-
-
-def wide_size(channels: Channels) -> int:
-    """The elements with their padding."""
-    return channels[0][1] if len(channels) == 1 else sum(wide for _, wide in channels)
-
-
-def behind_one_another(images: Iterable[Channels]) -> Channels:
-    """The channels of images that are concatenated; segments without a gap between them are one.
-
-    >>> behind_one_another([((64, 64),), ((60, 64),)])
-    ((124, 128),)
-    """
-    joined: list[tuple[int, int]] = []
-    for real, wide in (segment for channels in images for segment in channels):
-        if joined and joined[-1][0] == joined[-1][1]:
-            real, wide = joined[-1][0] + real, joined.pop()[1] + wide
-        joined.append((real, wide))
-    return tuple(joined)
-
-
 def widen(
     tensors: Sequence[tuple[torch.Tensor, Places]],
     dtype: torch.dtype,
@@ -69,7 +43,7 @@ def widen(
     nhwc: bool = False,
     watched: Sequence[torch.Tensor] = (),
 ) -> Sequence[torch.Tensor]:
-    """Tensors in ``dtype`` with zeros behind the segments of their dimensions.
+    """Tensors in ``dtype`` with zeros behind the elements of their dimensions.
 
     Args:
         tensors: Each with the dimensions that are padded.
@@ -96,35 +70,13 @@ def crop(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
 
 def clear(tensor: torch.Tensor, axis: int, channels: Channels) -> None:
     """Make zeros of the padding of a dimension: what is infinite times zero is no number."""
-    tensor, start = tensor.detach(), 0
-    for real, wide in channels:
-        if wide > real:
-            tensor.narrow(axis, start + real, wide - real).zero_()
-        start += wide
-
-
-def spread(vector: torch.Tensor, channels: Channels, gaps: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A vector [channels] with the zeros of each gap behind each segment, in one kernel."""
-    if len(channels) == 1:
-        return torch.cat((vector, gaps[0]))
-    pieces: Sequence[torch.Tensor] = torch.split(vector, [real for real, _ in channels])
-    return torch.cat([part for pair in zip(pieces, gaps, strict=True) for part in pair])
-
-
-def narrowed(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
-    """The elements that a padded dimension holds; a view if there is but one segment."""
-    if len(channels) == 1:
-        return tensor.narrow(axis, 0, channels[0][0])
-    starts = accumulate((wide for _, wide in channels), initial=0)
-    pieces = [tensor.narrow(axis, start, real) for start, (real, _) in zip(starts, channels, strict=False)]
-    return torch.cat(pieces, axis)
+    real, wide = channels
+    tensor.detach().narrow(axis, real, wide - real).zero_()
 
 
 def _cropped(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
-    inner = narrowed(tensor, axis, channels)
-    if len(channels) > 1:
-        return inner
-    return inner.clone(memory_format=NHWC[tensor.dim()] if _is_nhwc(tensor) else torch.contiguous_format)
+    layout = NHWC[tensor.dim()] if _is_nhwc(tensor) else torch.contiguous_format
+    return tensor.narrow(axis, 0, channels[0]).clone(memory_format=layout)
 
 
 def _is_nhwc(tensor: torch.Tensor) -> bool:
@@ -132,52 +84,28 @@ def _is_nhwc(tensor: torch.Tensor) -> bool:
 
 
 def _widened(tensor: torch.Tensor, places: Places) -> torch.Tensor:
-    """In PyTorch's own functions, which can be differentiated in any way and are fused by its compiler."""
+    """In PyTorch's own function, which can be differentiated in any way and is fused by its compiler."""
     pads = [0] * (2 * tensor.dim())
-    for axis, channels in places.items():
-        if len(channels) == 1:
-            pads[-2 * axis - 1] = channels[0][1] - channels[0][0]
-            continue
-        shape = list(tensor.shape)
-        pieces = []
-        sizes = [real for real, _ in channels]
-        for piece, (real, wide) in zip(torch.split(tensor, sizes, axis), channels, strict=True):
-            shape[axis] = wide - real
-            pieces += [piece, tensor.new_zeros(shape)]
-        tensor = torch.cat(pieces, axis)
-    return torch.constant_pad_nd(tensor, pads) if any(pads) else tensor
+    for axis, (real, wide) in places.items():
+        pads[-2 * axis - 1] = wide - real
+    return torch.constant_pad_nd(tensor, pads) if places else tensor
 
 
 def _filled(tensor: torch.Tensor, places: Places, dtype: torch.dtype, nhwc: bool) -> torch.Tensor:
-    """In two kernels where there is but one segment, whatever the dimensions."""
+    """In two kernels where it is small, whatever the dimensions."""
     shape = list(tensor.shape)
-    for axis, channels in places.items():
-        shape[axis] = wide_size(channels)
+    for axis, (_, wide) in places.items():
+        shape[axis] = wide
     layout = NHWC[len(shape)] if nhwc and len(shape) in NHWC else torch.contiguous_format
-    out = torch.empty(shape, dtype=dtype, device=tensor.device, memory_format=layout)
-    is_zeroed = out.numel() <= SMALL
-    inner = out.zero_() if is_zeroed else out
-    if is_zeroed and all(len(channels) == 1 for channels in places.values()):
-        for axis, ((real, wide),) in places.items():
-            inner = inner.narrow(axis, 0, real) if wide > real else inner
-        inner.copy_(tensor)
-    else:
-        _fill(out, tensor, list(places.items()))
+    inner = out = torch.empty(shape, dtype=dtype, device=tensor.device, memory_format=layout)
+    if out.numel() <= SMALL:
+        out.zero_()
+    for axis, (real, wide) in places.items():
+        if out.numel() > SMALL:
+            clear(inner, axis, (real, wide))
+        inner = inner.narrow(axis, 0, real)
+    inner.copy_(tensor)
     return out
-
-
-def _fill(out: torch.Tensor, tensor: torch.Tensor, places: list[tuple[int, Channels]]) -> None:
-    if not places:
-        out.copy_(tensor)
-        return
-    (axis, channels), *others = places
-    start = wide_start = 0
-    for real, wide in channels:
-        if wide > real:
-            out.narrow(axis, wide_start + real, wide - real).zero_()
-        piece = tensor.narrow(axis, start, real) if len(channels) > 1 else tensor
-        _fill(out.narrow(axis, wide_start, real), piece, others)
-        start, wide_start = start + real, wide_start + wide
 
 
 class _Widen(Function):
@@ -204,8 +132,8 @@ class _Widen(Function):
         found: list[torch.Tensor | None] = [None, None]
         for number, (gradient, places) in enumerate(zip(gradients, ctx.places, strict=True)):
             if gradient is not None and ctx.needs_input_grad[2 + number]:
-                for axis, channels in places.items():
-                    gradient = narrowed(gradient, axis, channels)
+                for axis, (real, _) in places.items():
+                    gradient = gradient.narrow(axis, 0, real)
                 dtype, contiguous = ctx.kinds[number]
                 # In the cast at once, and not once more where the gradient is accumulated.
                 is_image = gradient.dim() in NHWC and contiguous

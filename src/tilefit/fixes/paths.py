@@ -3,9 +3,8 @@
 Images here are also the features of linear layers: their channels are the last dimension. A padded channel
 leaves a layer as zeros. Batch normalisation with padded parameters keeps it zero; pooling, resizing and
 functions that work element by element make some finite number of it, the next layer multiplies that by zero,
-and the gradient that comes back is zero. Two images that are added must be padded alike, images that are
-concatenated keep their padding between them. Whatever else reads an image must find the channels it always
-had, so that the image is cropped by the module that makes it.
+and the gradient that comes back is zero. Two images that are added must be padded alike. Whatever else reads
+an image must find the channels it always had, so that the image is cropped by the module that makes it.
 
 All this is read off the model's ``forward``, traced symbolically in training and in evaluation mode: a trace
 has no branches that depend on data or sizes, so that what holds for it holds for every input. Where a module
@@ -35,7 +34,7 @@ from tilefit.fixes.elementwise import (
 )
 from tilefit.fixes.interior import Interior, has_hooks, traced
 from tilefit.fixes.layers import CONVOLUTIONS, NORMS, Fitted, Layer, Wide, channels_of, dims_of, kind_of
-from tilefit.fixes.padding import Channels, behind_one_another, real_size, wide_size
+from tilefit.fixes.padding import Channels
 from tilefit.fixes.region import Opened
 from tilefit.fixes.run import Run
 
@@ -50,7 +49,6 @@ _CHANNELWISE_MODULES: tuple[type[nn.Module], ...] = (
     *(getattr(nn, f"{kind}Pad{n}d") for kind in ("Zero", "Reflection", "Replication") for n in (1, 2, 3)),
     *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
 )
-_CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 #: Drops whole samples, whatever their channels.
 _STOCHASTIC_DEPTH = "torchvision.ops.stochastic_depth.stochastic_depth"
 #: What may be asked of an image without learning how many channels it has.
@@ -139,24 +137,21 @@ def _is_whole(module: _ConvNd) -> bool:
 def by_itself(layer: Layer, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> Wide | None:
     """A layer that pads what it reads and crops what it writes; None where it has none of the sizes."""
     into, out = channels_of(layer)
-    wide_in, wide_out = _padded(_alone(into, inputs)), _padded(_alone(out, sizes))
+    wide_in, wide_out = _padded(into, inputs), _padded(out, sizes)
     if wide_in is wide_out is None:
         return None
     return Fitted(wide_in, wide_out, dims=dims_of(layer))
 
 
-def _alone(channels: int, sizes: Mapping[int, int]) -> Channels:
-    return ((channels, sizes.get(channels, channels)),)
-
-
-def _padded(channels: Channels) -> Channels | None:
-    return channels if wide_size(channels) > real_size(channels) else None
+def _padded(channels: int, sizes: Mapping[int, int]) -> Channels | None:
+    wide = sizes.get(channels, channels)
+    return (channels, wide) if wide > channels else None
 
 
 # ---- kinds of modules --------------------------------------------------------------------------
 
 #: What :func:`_kind` says of a module.
-_LAYER, _DEPTHWISE, _NORM, _CHANNELWISE, _OPAQUE = "layer", "depthwise", "norm", "channelwise", ""
+_LAYER, _NORM, _CHANNELWISE, _OPAQUE = "layer", "norm", "channelwise", ""
 
 
 def _kind(module: nn.Module) -> str:
@@ -164,9 +159,7 @@ def _kind(module: nn.Module) -> str:
     if not _is_ours(module) or has_hooks(module):
         return _OPAQUE
     if isinstance(module, _ConvNd) and type(module) in CONVOLUTIONS:
-        if module.groups == 1:
-            return _LAYER
-        return _DEPTHWISE if module.groups == module.in_channels else _OPAQUE
+        return _LAYER if module.groups == 1 else _OPAQUE
     if isinstance(module, _BatchNorm) and type(module) in NORMS:
         return _NORM if module.eps > 0 else _OPAQUE
     does_more = getattr(module, "return_indices", False) or getattr(module, "p", 0)  # of dropout
@@ -297,12 +290,6 @@ class _Paths:
     def _visit(self, node: fx.Node) -> None:
         if node.op == "call_module":
             self._visit_module(node)
-        elif (parts := self._concatenated(node)) is not None:
-            dims = {self._images[part][1] if part in self._images else 0 for part in parts}
-            if len(dims) == 1 and 0 not in dims:
-                channels = sum(self._images[part][0] for part in parts)
-                padding = max((self._padding[part] for part in parts), key=abs)
-                self._found(node, channels, self._images[parts[0]][1], padding)
         elif self._is_channelwise(node):
             (image,) = node.all_input_nodes[:1]
             self._found(node, *self._images[image], self._padding[image])
@@ -326,7 +313,6 @@ class _Paths:
         elif kind == _NORM or (kind and self._images[image][1]):
             channels, dims = self._images[image]
             is_pool = kind == _CHANNELWISE
-            channels = module.out_channels if isinstance(module, _ConvNd) else channels
             self._found(node, channels, dims, self._padding[image] if is_pool else 0.0)
             if self._is_function(module):
                 self._join(image, node)
@@ -381,14 +367,6 @@ class _Paths:
         keepdim = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
         return keepdim is True and all(_is_spatial(dim, dims) for dim in over)
 
-    def _concatenated(self, node: fx.Node) -> list[fx.Node] | None:
-        """The images of which a call makes one with the channels of all."""
-        parts = node.args[0] if node.target in _CONCATENATIONS and node.args else None
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-        if not isinstance(parts, list | tuple) or dim != 1:
-            return None
-        return [part for part in parts if isinstance(part, fx.Node)] or None
-
     # ---- who reads it ------------------------------------------------------------------------
 
     def _serves(self, image: fx.Node, user: fx.Node) -> bool:
@@ -420,7 +398,13 @@ class _Paths:
     def paddings(self) -> Iterator[tuple[str, nn.Module, Wide | None]]:
         """What each module does, if it has something to do, and its path."""
         prefix = f"{self._path}." if self._path else ""
-        layouts = self._layouts()
+        cropped = self._cropped()
+
+        def wide_of(image: fx.Node | None) -> Channels | None:
+            if image is None or self._group(image) in cropped:
+                return None
+            return _padded(self._images[image][0], self._sizes)
+
         for module, calls in self._calls.items():
             kind = self._kind(module)
             path = prefix + str(calls[0].target)
@@ -428,8 +412,7 @@ class _Paths:
             if not kind or written is None:
                 continue
             read = next((image for node in calls if (image := self._read(node)) is not None), None)
-            wide_in = _padded(layouts[self._group(read)]) if read is not None else None
-            wide_out = _padded(layouts[self._group(written)])
+            wide_in, wide_out = wide_of(read), wide_of(written)
             takes, gives = (None if wide is None else self._region for wide in (wide_in, wide_out))
             if kind == _LAYER:
                 assert isinstance(module, Layer)
@@ -439,82 +422,21 @@ class _Paths:
                 busy = wide_in is not None or wide_out is not None
             else:
                 busy = wide_in is not None and (wide_out is None or kind != _CHANNELWISE)
-                if wide_in is not None and wide_out is None:
-                    wide_out = self._through(module, wide_in)
+                wide_out = wide_out or wide_in
             wide = kind_of(module)(wide_in, wide_out, takes, gives, self._images[written][1])
             yield path, module, wide if busy else None
 
-    def _layouts(self) -> dict[fx.Node, Channels]:
-        """How the channels of each group lie."""
-        spoiled = {self._group(image) for image in self._spoiled}
-        while True:
-            layouts = self._settled(spoiled)
-            worse = self._conflicts(layouts)
-            if not worse:
-                return layouts
-            spoiled |= worse
-
-    def _settled(self, spoiled: set[fx.Node]) -> dict[fx.Node, Channels]:
-        """The layouts that follow where some groups are not padded; not all of them need fit together."""
-        groups: dict[fx.Node, list[fx.Node]] = {}
-        for image in self._images:
-            groups.setdefault(self._group(image), []).append(image)
-        layouts: dict[fx.Node, Channels] = {}
-        for group in spoiled:
-            layouts[group] = _alone(self._images[group][0], {})
-        waiting = [group for group in groups if group not in spoiled]
-        while waiting:
-            for group in waiting:
-                given = [image for image in groups[group] if self._is_given(image)]
-                known = next((k for image in given if (k := self._given(image, layouts))), None)
-                if known or not given:
-                    break
-            else:  # they depend on each other alone
-                group, known = waiting[0], None
-            layouts[group] = known or _alone(self._images[group][0], self._sizes)
-            waiting.remove(group)
-        return layouts
-
-    def _conflicts(self, layouts: Mapping[fx.Node, Channels]) -> set[fx.Node]:
-        """Groups that cannot stay padded after all."""
-        worse = set()
-        for image in self._images:
-            group, given = self._group(image), self._given(image, layouts)
-            if given is None or given == layouts[group]:
-                continue
-            if _padded(layouts[group]):
-                worse.add(group)
-            elif image not in self._modules:  # nobody crops what is concatenated
-                parts = map(self._group, self._concatenated(image) or ())
-                worse |= {part for part in parts if _padded(layouts[part])}
-        return worse
-
-    def _is_given(self, image: fx.Node) -> bool:
-        """Whether how an image is padded follows from what it is made of."""
-        if image in self._modules:
-            return self._kind(self._modules[image]) != _LAYER
-        return self._concatenated(image) is not None
-
-    def _given(self, image: fx.Node, layouts: Mapping[fx.Node, Channels]) -> Channels | None:
-        """The layout that follows; None if it does not, or not yet."""
-        if not self._is_given(image):
-            return None
-        parts = [
-            layouts.get(self._group(part)) for part in self._concatenated(image) or image.all_input_nodes
+    def _cropped(self) -> set[fx.Node]:
+        """The groups that are not padded: what somebody else reads, and what is made of such an image."""
+        cropped = {self._group(image) for image in self._spoiled}
+        made_of = [
+            (self._group(node), self._group(read))
+            for node, module in self._modules.items()
+            if node in self._images and self._kind(module) != _LAYER and (read := self._read(node))
         ]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
-            return None
-        if image in self._modules:
-            return self._through(self._modules[image], known[0])
-        return behind_one_another(known)
-
-    def _through(self, module: nn.Module, channels: Channels) -> Channels:
-        """What a module that is no full convolution makes of a layout."""
-        if not isinstance(module, _ConvNd):
-            return channels
-        times = module.out_channels // module.in_channels
-        return tuple((times * real, times * wide) for real, wide in channels)
+        while worse := {made for made, read in made_of if read in cropped} - cropped:
+            cropped |= worse
+        return cropped
 
 
 def _is_spatial(dim: Any, dims: int) -> bool:
