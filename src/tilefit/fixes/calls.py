@@ -109,7 +109,7 @@ def linear_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
         return None
     dtype = None if _count_modes() and are_exchanged() else product_dtype(x, weight, bias)
     for parameter in (weight,) if bias is None else (weight, bias):
-        if parameter.device != x.device or parameter._post_accumulate_grad_hooks:
+        if parameter.device != x.device or parameter._post_accumulate_grad_hooks or parameter.is_inference():
             return None
         if parameter.dtype not in (dtype, torch.float32):
             return None
