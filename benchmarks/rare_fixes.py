@@ -4,8 +4,8 @@
     python benchmarks/rare_fixes.py --out OUT.json                # on a CUDA GPU: predicted and measured
 
 Each model has a plan of one fix alone, and its step is timed without and with it, in turn. The recorded rows,
-of the commit that added this script, have more: cases of the fix time-steps, which is gone, and ``less``: there
-pad-channels knows nothing of concatenations or of depthwise convolutions, as it does now.
+of the commit that added this script, have more: cases of the fix time-steps, which is gone, and ``less``:
+pad-channels that knows nothing of concatenations or of depthwise convolutions, as it does now.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 import tilefit
-from tilefit.fixes.fix import applied
-from tilefit.fixes.measuring import RunningStep
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.fix import applied
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.planning.measuring import RunningStep
 from tilefit.options import StepOptions
 
 ROUNDS = 9

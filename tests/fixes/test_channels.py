@@ -19,11 +19,11 @@ from tilefit.capture.torchvision_import import tolerated
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.fixes import ChangeSet, Context, Refusal, RefusedError, Run
-from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.channels import pad_channels
-from tilefit.fixes.layers import Cropped, Fitted
-from tilefit.fixes.layers import padded as pad
-from tilefit.fixes.paths import paddings, traces
+from tilefit.fixes.changes.behaviour import behaves
+from tilefit.fixes.kinds.padding.channels import pad_channels
+from tilefit.fixes.kinds.padding.layers import Cropped, Fitted
+from tilefit.fixes.kinds.padding.layers import padded as pad
+from tilefit.fixes.kinds.padding.paths import paddings, traces
 from tilefit.options import StepOptions
 
 with tolerated():

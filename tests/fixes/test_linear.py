@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import tilefit
 from fixing import fixed
 from tilefit.fixes import Plan
-from tilefit.fixes.behaviour import behaves, behaviours
-from tilefit.fixes.layers import Fitted, WideNorm
+from tilefit.fixes.changes.behaviour import behaves, behaviours
+from tilefit.fixes.kinds.padding.layers import Fitted, WideNorm
 
 pytestmark = pytest.mark.usefixtures("any_size")
 LARGE = torch.empty(8192, 13, device="meta")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tilefit.fixes.calls import product_dtype
-from tilefit.fixes.padding import crop, widen
+from tilefit.fixes.changes.calls import product_dtype
+from tilefit.fixes.kinds.padding.tensors import crop, widen
 
 pytestmark = pytest.mark.usefixtures("any_size")
 #: Dimensions that are padded.

@@ -37,7 +37,7 @@ from fixable import (
 )
 from in_use import Case, applied, difference, gradients, ids, on_meta, outcome, planned, tried, use_of
 from tilefit.errors import TilefitError
-from tilefit.fixes.behaviour import behaviours
+from tilefit.fixes.changes.behaviour import behaviours
 
 CASES: list[Case] = []
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
