@@ -4,7 +4,7 @@
 
 What stands between ``<!-- map -->`` and ``<!-- end -->`` is replaced: the packages in the layers that the
 import contract names, an arrow for each import that no other path of arrows implies, and what each of them is
-for. The tests draw it again and compare.
+for, with those within it that a contract of its own names. The tests draw it again and compare.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _SOURCE = ROOT / "src" / "tilefit"
 _MAP = re.compile(r"(?<=^<!-- map -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 
 
-def layers() -> list[list[str]]:
-    """The layers of the import contract, top first."""
+def layers(package: str = "tilefit") -> list[list[str]]:
+    """The layers of a package by its import contract, top first; none where there is no contract."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (contract,) = (each for each in contracts if each["type"] == "layers")
-    return [[name.strip() for name in row.split(":")] for row in contract["layers"]]
+    rows = (row for each in contracts if each.get("containers") == [package] for row in each["layers"])
+    return [[name.strip() for name in row.split(":")] for row in rows]
 
 
 def files(room: str) -> list[Path]:
@@ -87,7 +87,9 @@ def drawn() -> str:
     for room, below in arrows(rooms).items():
         lines += [f"  {room} --> {other}" for other in sorted(below, key=rooms.index)]
     lines += ["```", "", "| package | modules | what it is for |", "| --- | --- | --- |"]
-    lines += [f"| `{room}` | {len(files(room))} | {purpose(room)} |" for room in rooms]
+    for room in rooms:
+        within = [f"{room}/{each}" for row in layers(f"tilefit.{room}") for each in row]
+        lines += [f"| `{each}` | {len(files(each))} | {purpose(each)} |" for each in (room, *within)]
     return "\n".join([*lines, ""])
 
 

@@ -24,9 +24,9 @@ from tilefit.capture.targets import load
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.cost.recompute import Recompute
-from tilefit.fixes.checkpoint import Checkpointed, compute_again
-from tilefit.fixes.fix import Context
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.fix import Context
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.checkpoint import Checkpointed, compute_again
 from tilefit.options import StepOptions, TargetOptions
 
 #: Target, sizes, the constructor's.

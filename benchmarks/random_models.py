@@ -235,7 +235,7 @@ FIXES: dict[type[nn.Module], tuple[str, ...]] = {
     SelfAttention: ("pad-linear", "fuse-attention", "fuse-attention", "merge-projections"),
     Asked: ("fuse-attention",),
     Images: ("pad-channels", "pad-channels", "channels-last"),
-    Loop: ("time-steps",),
+    Loop: ("pad-linear",),
     Layer: ("persistent-kernels",),
     Norm: ("fuse-normalizations",),
     WrittenGelu: ("fuse-activations",),

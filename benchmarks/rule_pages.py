@@ -43,7 +43,7 @@ from precision import loops, test_ranks
 from precision.loops import computation, parts, protocol, storage
 from tilefit.capture import child
 from tilefit.cli.main import command as command_line
-from tilefit.fixes import registry as fixes
+from tilefit.fixes.planning import registry as fixes
 from tilefit.ops import Step
 from tilefit.options import AnyOptions, ProgramOptions
 from tilefit.precision import compare as compare_precision

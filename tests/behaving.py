@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tilefit.fixes import ChangeSet, Context, Edits, Fix, RefusedError, Run
-from tilefit.fixes.behaviour import Behaviour
+from tilefit.fixes.changes.behaviour import Behaviour
 
 Done = Callable[..., Any]
 

@@ -168,22 +168,6 @@ class WrittenNorm(nn.Module):
         return type(self)(self.width)
 
 
-class Stepped(nn.Module):
-    """A recurrent loop whose input product does not depend on the state; ``stop`` ends it early."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.x, self.h, self.stop = nn.Linear(width, width), nn.Linear(width, width), 99
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.new_zeros(x.shape[0], x.shape[2])
-        for t in range(16):
-            if t >= self.stop:
-                break
-            h = torch.tanh(self.x(x[:, t]) + self.h(h))
-        return h
-
-
 class Rows(nn.Module):
     """A product with the batch as a contiguous dimension; ``centers`` is a result without a batch."""
 
@@ -272,6 +256,5 @@ KINDS = {
         options={"min_gain": 0.01},
     ),
     "merge-projections": Kind("merge-projections", QueryKeyValue, on_meta(2, 8, 16), (2, 8, 16)),
-    "time-steps": Kind("time-steps", Stepped, on_meta(2, 16, 16), (3, 16, 16)),
     "persistent-kernels": Kind("persistent-kernels", Recurrent, on_meta(4, 50, 256), (2, 3, 256)),
 }

@@ -10,7 +10,7 @@ from torch import nn
 
 import tilefit
 from tilefit.fixes import Plan
-from tilefit.fixes.behaviour import changes
+from tilefit.fixes.changes.behaviour import changes
 
 
 def fixed(model: nn.Module, inputs: Any, **options: Any) -> Plan:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilefit.fixes import padding
+from tilefit.fixes.kinds.padding import tensors as padding
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tilefit
 from in_use import difference, tried
-from tilefit.fixes.attention import fusing
-from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.attention.attention import fusing
 
 WIDTH, HEADS = 24, 3
 Core = Callable[..., torch.Tensor]

@@ -19,11 +19,11 @@ from tilefit.capture.torchvision_import import tolerated
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.fixes import ChangeSet, Context, Refusal, RefusedError, Run
-from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.channels import pad_channels
-from tilefit.fixes.layers import Cropped, Fitted
-from tilefit.fixes.layers import padded as pad
-from tilefit.fixes.paths import paddings, traces
+from tilefit.fixes.changes.behaviour import behaves
+from tilefit.fixes.kinds.padding.channels import pad_channels
+from tilefit.fixes.kinds.padding.layers import Cropped, Fitted
+from tilefit.fixes.kinds.padding.layers import padded as pad
+from tilefit.fixes.kinds.padding.paths import paddings, traces
 from tilefit.options import StepOptions
 
 with tolerated():
@@ -90,7 +90,7 @@ def channels_seen(model: nn.Module, x: torch.Tensor) -> dict[str, int]:
 
 def test_channels_stay_padded_up_to_the_classifier() -> None:
     seen = channels_seen(padded(network()), torch.randn(IMAGES))
-    assert [seen[str(i)] for i in range(12)] == [3, 8, 8, 8, 16, 16, 16, 16, 16, 16, 12, 12]
+    assert [seen[str(i)] for i in range(12)] == [3, 8, 8, 8, 16, 16, 9, 9, 9, 16, 12, 12]
 
 
 def test_outputs_gradients_and_statistics_are_the_same() -> None:
@@ -145,7 +145,7 @@ class Blocks(nn.Module):
         self.excite = nn.Conv2d(9, 6, 1)
         self.down = nn.Conv2d(6, 12, 3, stride=2, padding=1)
         self.up = nn.ConvTranspose2d(12, 6, 2, stride=2)
-        self.norm = nn.BatchNorm2d(12)
+        self.side, self.norm = nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6)
         self.relu = nn.ReLU()
         self.out = nn.Conv2d(12, 9, 1)
 
@@ -157,21 +157,25 @@ class Blocks(nn.Module):
         x = x * gate
         small = self.down(x)
         large = F.interpolate(self.up(small), size=x.shape[-2:])
-        return self.out(self.norm(torch.cat([x, large], 1)))
+        x = x + large
+        return self.out(torch.cat([self.side(x), self.norm(x)], 1))
 
 
 def test_residuals_gates_resizing_and_concatenations() -> None:
     original = Blocks()
     fixed = padded(original)
     seen = channels_seen(fixed, torch.randn(IMAGES))
-    assert {name: seen[name] for name in ("left.0", "squeeze", "excite", "down", "up", "norm", "out")} == {
+    assert {
+        name: seen[name] for name in ("left.0", "squeeze", "excite", "down", "up", "side", "norm", "out")
+    } == {
         "left.0": 8,
         "squeeze": 8,
         "excite": 16,
         "down": 8,
         "up": 16,
-        "norm": 16,  # 6 and 6, each in 8
-        "out": 16,
+        "side": 8,
+        "norm": 8,
+        "out": 12,  # what is concatenated is cropped
     }
     assert tilefit.verify(original, fixed, torch.randn(2, 3, 8, 8)).ok
 

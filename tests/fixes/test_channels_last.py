@@ -18,9 +18,9 @@ from tilefit.capture.torchvision_import import tolerated
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.fixes import ChangeSet, Context, Plan, Refusal, Run
-from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.channels_last import run_channels_last
-from tilefit.fixes.layers import Fitted
+from tilefit.fixes.changes.behaviour import behaves
+from tilefit.fixes.kinds.padding.channels_last import run_channels_last
+from tilefit.fixes.kinds.padding.layers import Fitted
 from tilefit.options import StepOptions
 
 with tolerated():

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tilefit
-from tilefit.fixes.layers import in_channels_last, padded
-from tilefit.fixes.paths import paddings, traces
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.padding.layers import in_channels_last, padded
+from tilefit.fixes.kinds.padding.paths import paddings, traces
 
 CHANNELS = (3, 5, 6, 8, 12)
 SIZES = {3: 8, 5: 8, 6: 8, 12: 16, 10: 16, 11: 16}

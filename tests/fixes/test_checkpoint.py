@@ -15,9 +15,9 @@ from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.cost.recompute import Recompute
 from tilefit.fixes import optimize
-from tilefit.fixes.checkpoint import Checkpointed, unfit
-from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.checkpoint import Checkpointed, unfit
 from tilefit.ops import Step
 from tilefit.options import StepOptions
 

@@ -16,7 +16,7 @@ from tilefit.capture.child import capture_target
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.checkpoint import _named, ways
 from tilefit.fixes.source.patches import Patches, texts_of
 from tilefit.fixes.source.program import Files, Program

@@ -14,8 +14,8 @@ from torch import nn
 
 from alone import alone
 from fixing import fixed
-from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.layers import Fitted
+from tilefit.fixes.changes.behaviour import behaves
+from tilefit.fixes.kinds.padding.layers import Fitted
 
 
 class Model(nn.Module):

@@ -11,10 +11,10 @@ from torch import nn
 
 import tilefit
 from encoders import Encoder
-from tilefit.fixes.attention import fusing
-from tilefit.fixes.behaviour import behaviours
-from tilefit.fixes.run import Run
-from tilefit.fixes.settings import DEFAULT, REDUCE_OVERHEAD, compilation
+from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.attention.attention import fusing
+from tilefit.fixes.kinds.settings import DEFAULT, REDUCE_OVERHEAD, compilation
 
 
 class Gated(nn.Module):

@@ -14,9 +14,9 @@ from torch import nn
 import tilefit
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.fixes import strip
-from tilefit.fixes.cuda_graph import GRAPH, _leaves_of_our_own, _State
-from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.cuda_graph import GRAPH, _leaves_of_our_own, _State
 
 
 def network() -> nn.Sequential:

@@ -15,8 +15,8 @@ import tilefit
 from fixing import fixed
 from tilefit.capture import capture
 from tilefit.fixes import ChangeSet
-from tilefit.fixes.elementary import Elementary, recognised
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.elementary import Elementary, recognised
 
 
 class WrittenGelu(nn.Module):

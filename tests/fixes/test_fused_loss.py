@@ -14,10 +14,10 @@ from torch import nn
 
 import tilefit
 from tilefit.capture.torchvision_import import tolerated
-from tilefit.fixes import fused_loss
-from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS, CompiledLoss
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds import fused_loss
+from tilefit.fixes.kinds.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS, CompiledLoss
 from tilefit.options import StepOptions
 
 with tolerated():

@@ -25,9 +25,9 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from tilefit.fixes import Run
-from tilefit.fixes.interior import traced
-from tilefit.fixes.layers import padded as pad
-from tilefit.fixes.paths import by_itself, chains, paddings, traces
+from tilefit.fixes.kinds.padding.interior import traced
+from tilefit.fixes.kinds.padding.layers import padded as pad
+from tilefit.fixes.kinds.padding.paths import by_itself, chains, paddings, traces
 
 SIZES = {13: 16, 21: 24}
 

@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import tilefit
 from fixing import fixed
 from tilefit.fixes import Plan
-from tilefit.fixes.behaviour import behaves, behaviours
-from tilefit.fixes.layers import Fitted, WideNorm
-from tilefit.fixes.padding import wide_size
+from tilefit.fixes.changes.behaviour import behaves, behaviours
+from tilefit.fixes.kinds.padding.layers import Fitted, WideNorm
 
 pytestmark = pytest.mark.usefixtures("any_size")
 LARGE = torch.empty(8192, 13, device="meta")
@@ -63,7 +62,7 @@ def is_handed_on(model: nn.Module, x: torch.Tensor) -> bool:
     """Whether some layer is given padded features."""
     taken = [b for module in model.modules() for b in behaviours(module) if getattr(b, "takes", None)]
     read = {columns for _, columns in features_seen(model, x)}
-    return any(wide_size(b.wide_in) in read for b in taken)
+    return any(b.wide_in[1] in read for b in taken)
 
 
 def shapes(model: nn.Module) -> dict[str, torch.Size]:

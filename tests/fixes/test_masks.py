@@ -15,8 +15,8 @@ import tilefit
 from encoders import Encoder, SelfAttention
 from tilefit.capture import capture
 from tilefit.fixes import Plan
-from tilefit.fixes.attention import with_contiguous_masks
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.attention.attention import with_contiguous_masks
 from tilefit.ops import Attention, Step
 from tilefit.options import StepOptions
 

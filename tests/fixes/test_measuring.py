@@ -15,9 +15,10 @@ from torch import nn
 import tilefit
 from behaving import Change, Faster, Slow, as_relu, same
 from tilefit.errors import UsageError
-from tilefit.fixes import ChangeSet, Edits, RefusedError, Run, planner, registry
-from tilefit.fixes.behaviour import behaviours
-from tilefit.fixes.measuring import RunningStep, step_times_s
+from tilefit.fixes import ChangeSet, Edits, RefusedError, Run
+from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.planning import planner, registry
+from tilefit.fixes.planning.measuring import RunningStep, step_times_s
 
 
 class Clock:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from tilefit.fixes import RefusedError
-from tilefit.fixes.modules import require_plain, submodule
+from tilefit.fixes.changes.modules import require_plain, submodule
 
 
 def test_a_path_that_is_not_there() -> None:

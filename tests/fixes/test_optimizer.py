@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import tilefit
-from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.run import Run
-from tilefit.fixes.settings import fused
+from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.settings import fused
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import tilefit
-from tilefit.fixes import Plan, persistent_layers
-from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.run import Run
+from tilefit.fixes import Plan
+from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds import persistent_layers
 
 
 class Tagger(nn.Module):

@@ -14,9 +14,10 @@ from torch import nn
 import tilefit
 from behaving import Change, Faster, Slow, nothing
 from tilefit.errors import CaptureError, UsageError
-from tilefit.fixes import ChangeSet, Context, Fix, Run, Stage, planner, registry
-from tilefit.fixes.behaviour import behaviours
-from tilefit.fixes.fix import Several, fix
+from tilefit.fixes import ChangeSet, Context, Fix, Run, Stage
+from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.changes.fix import Several, fix
+from tilefit.fixes.planning import planner, registry
 
 # So many rows that the GPU is what a step waits for.
 X = torch.empty(131072, 1024, device="meta")
@@ -254,7 +255,7 @@ def test_what_pays_on_this_host_and_not_on_a_slow_one_is_left_alone(only) -> Non
 
 def test_what_is_done_is_told(only) -> None:
     told: list[str] = []
-    options = tilefit.fixes.planner.StepOptions(optimizer="none")
+    options = tilefit.fixes.planning.planner.StepOptions(optimizer="none")
     planner.make_plan(
         Run(slow(), X, options), planner.resolve("h200")[0], tilefit.options.Selection(), say=told.append
     )

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import tilefit
-from tilefit.fixes.run import Run
-from tilefit.fixes.settings import AUTOCAST
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.settings import AUTOCAST
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from tilefit import gpus
 from tilefit.capture.naming import program_file
 from tilefit.cost.priced import resolve
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.patches import texts_of
 from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.training import WRITERS

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import tilefit
-from tilefit.fixes.behaviour import behaviours
-from tilefit.fixes.fix import RefusedError
-from tilefit.fixes.projections import merging
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.projections import merging
 from tilefit.ops import OPTIMIZER
 from tilefit.options import StepOptions
 

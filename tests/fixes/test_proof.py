@@ -13,10 +13,11 @@ from torch import nn
 
 import tilefit
 from behaving import Change, as_relu, nothing, same
-from tilefit.fixes import RefusedError, Run, likeness
-from tilefit.fixes.behaviour import behaviours
-from tilefit.fixes.likeness import few_rows
-from tilefit.fixes.proof import prove, prove_in_place, with_values
+from tilefit.fixes import RefusedError, Run
+from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.proof import likeness
+from tilefit.fixes.proof.likeness import few_rows
+from tilefit.fixes.proof.proof import prove, prove_in_place, with_values
 from tilefit.options import Amp, StepOptions
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import tilefit
 from fixing import fixed
-from tilefit.fixes import padding
-from tilefit.fixes.padding import SMALL
+from tilefit.fixes.kinds.padding import tensors as padding
+from tilefit.fixes.kinds.padding.tensors import SMALL
 
 SIZES = st.sampled_from([1, 3, 7, 8, 13, 16, 21, 24, 31])
 ACTIVATIONS = [nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardswish, nn.Identity]

@@ -17,7 +17,7 @@ from tilefit import gpus, rules
 from tilefit.capture.child import capture_target
 from tilefit.cost import estimate_step
 from tilefit.errors import TilefitError, UsageError
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source import patches as patches_module
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.patches import ByHand, Patches, propose

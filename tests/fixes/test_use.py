@@ -30,7 +30,6 @@ from fixable import (
     Padded,
     Projections,
     Rows,
-    Stepped,
     WrittenGelu,
     WrittenNorm,
     convolutions,
@@ -38,7 +37,7 @@ from fixable import (
 )
 from in_use import Case, applied, difference, gradients, ids, on_meta, outcome, planned, tried, use_of
 from tilefit.errors import TilefitError
-from tilefit.fixes.behaviour import behaviours
+from tilefit.fixes.changes.behaviour import behaviours
 
 CASES: list[Case] = []
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
@@ -746,7 +745,6 @@ CASES += [
         (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
         (lambda: convolutions(norm=False), IMAGES, "pad-channels", IMAGE),
         (Projections, ROWS, "merge-projections", X),
-        (Stepped, on_meta(2, 16, 16), "time-steps", TOKENS),
     )
 ]
 
@@ -852,88 +850,33 @@ CASES += [
         (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
         (Projections, ROWS, "merge-projections", X),
         (CausalByBuffer, on_meta(2, 16, 16), "fuse-attention", TOKENS),
-        (Stepped, on_meta(2, 16, 16), "time-steps", TOKENS),
     )
     for use in (with_functions_exchanged, traced_by_make_fx)
 ]
 
 
-# ---- loops over time ---------------------------------------------------------------------------
-
-STEPS = on_meta(2, 16, 16)
+# ---- weights that are others by now ------------------------------------------------------------
 
 
-@case(Stepped, STEPS, "time-steps")
-def gradient_of_a_detached_sequence(m: Any) -> Any:
-    x = TOKENS.detach().requires_grad_()
-    m(x).square().sum().backward()
-    return x.grad
+@case(lambda: linear(16, 13, 8), ROWS, "pad-linear")
+def a_larger_weight_behind_a_padded_layer(m: Any) -> Any:
+    m[2].weight = nn.Parameter(torch.cat((m[2].weight, m[2].weight)))
+    m[2].bias = None
+    return m(X)
 
 
-@case(Stepped, STEPS, "time-steps")
-def gradient_of_a_view(m: Any) -> Any:
-    with torch.no_grad():
-        x = (TOKENS.flatten(0, 1) * 2).view(3, 16, 16)
-    x.requires_grad_()
-    m(x).square().sum().backward()
-    return x.grad
+@case(convolutions, IMAGES, "pad-channels")
+def more_filters_behind_padded_channels(m: Any) -> Any:
+    last = m.eval()[-1]
+    last.weight, last.bias = nn.Parameter(torch.cat((last.weight, last.weight))), None
+    return m(IMAGE)
 
 
-@case(Stepped, STEPS, "time-steps")
-def gradient_with_respect_to_a_view(m: Any) -> Any:
-    view = TOKENS.clone().requires_grad_().view_as(TOKENS)
-    return torch.autograd.grad(m(view).square().sum(), view, allow_unused=True)
-
-
-@case(Stepped, STEPS, "time-steps")
-def hooks_on_a_view(m: Any) -> Any:
-    x = TOKENS.clone().requires_grad_()
-    view, seen = x.view(3, 16, 16), []
-    view.register_hook(lambda gradient: (seen.append(gradient), gradient * 0.1)[1])
-    m(view).square().sum().backward()
-    return seen, x.grad
-
-
-@case(Stepped, STEPS, "time-steps")
-def hessian_of_a_loop(m: Any) -> Any:
-    return torch.autograd.functional.hessian(lambda x: m(x).square().sum(), TOKENS[:1])
-
-
-@case(Stepped, STEPS, "time-steps")
-def bias_changed_after_an_early_end(m: Any) -> Any:
-    m.stop = 2
-    first = m(TOKENS)
-    first.sum().backward()
-    with torch.no_grad():
-        m.x.bias += 1.0
-    m.stop = 99
-    return first, m(TOKENS)
-
-
-@case(Stepped, STEPS, "time-steps")
-def weights_loaded_after_an_early_end(m: Any) -> Any:
-    m.stop = 2
-    with torch.no_grad():
-        first = m(TOKENS)
-        m.x.weight.data = m.x.weight.data * 3
-        m.stop = 99
-        return first, m(TOKENS)
-
-
-@case(Stepped, STEPS, "time-steps")
-def transforms_of_a_loop(m: Any) -> Any:
-    values = {name: parameter.detach() for name, parameter in m.named_parameters()}
-
-    def loss(values: Any, x: torch.Tensor = TOKENS) -> torch.Tensor:
-        return torch.func.functional_call(m, values, (x,)).sum()
-
-    return tried(
-        lambda: torch.func.grad(loss)(values),
-        lambda: torch.func.jvp(loss, (values,), (values,)),
-        lambda: torch.func.jvp(lambda x: loss(values, x), (TOKENS,), (TOKENS,)),
-        lambda: torch.func.vmap(lambda x: loss(values, x[None]))(TOKENS),
-        lambda: per_sample_gradients(m, TOKENS),
-    )
+@case(Projections, ROWS, "merge-projections")
+def weights_made_in_inference_mode(m: Any) -> Any:
+    with torch.inference_mode():
+        other = copy.deepcopy(m)
+        return [each.clone() for each in other(X)]
 
 
 # ---- every case --------------------------------------------------------------------------------
@@ -1086,11 +1029,11 @@ def state(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("how", ["undo", "strip", "strip a copy"])
-@pytest.mark.parametrize("make", [Heads, AutoEncoder, Attention, Stepped])
+@pytest.mark.parametrize("make", [Heads, AutoEncoder, Attention])
 def test_fixes_are_taken_off(how: str, make: Callable[[], nn.Module]) -> None:
     model = make()
     before = state(model)
-    inputs = ROWS if make in (Heads, AutoEncoder) else STEPS
+    inputs = ROWS if make in (Heads, AutoEncoder) else on_meta(2, 16, 16)
     plan = planned(model, inputs)
     assert plan.fixes
     if how == "undo":

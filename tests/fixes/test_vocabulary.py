@@ -14,8 +14,8 @@ from torch import nn
 import tilefit
 from fixing import fixed
 from tilefit.capture.torchvision_import import tolerated
-from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.layers import Fitted
+from tilefit.fixes.changes.behaviour import behaves
+from tilefit.fixes.kinds.padding.layers import Fitted
 
 pytest.importorskip("transformers", reason="checks language models of transformers")
 with tolerated():

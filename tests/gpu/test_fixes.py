@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import tilefit
-from tilefit.fixes.attention import fusing
-from tilefit.fixes.cuda_graph import GRAPH
-from tilefit.fixes.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS
-from tilefit.fixes.projections import merging
-from tilefit.fixes.run import Run
-from tilefit.fixes.settings import REDUCE_OVERHEAD, compilation, fused
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.attention.attention import fusing
+from tilefit.fixes.kinds.cuda_graph import GRAPH
+from tilefit.fixes.kinds.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS
+from tilefit.fixes.kinds.projections import merging
+from tilefit.fixes.kinds.settings import REDUCE_OVERHEAD, compilation, fused
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import tilefit
-from tilefit.fixes.behaviour import behaves
-from tilefit.fixes.layers import Fitted
+from tilefit.fixes.changes.behaviour import behaves
+from tilefit.fixes.kinds.padding.layers import Fitted
 
 pytestmark = pytest.mark.gpu
 

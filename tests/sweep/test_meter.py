@@ -91,7 +91,7 @@ def test_running_out_of_memory_is_no_error(target: str, monkeypatch: pytest.Monk
     def full(self: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("tilefit.fixes.measuring.RunningStep.__call__", full)
+    monkeypatch.setattr("tilefit.fixes.planning.measuring.RunningStep.__call__", full)
     assert meter(4) is None
 
 

@@ -22,7 +22,7 @@ from tilefit.options import ProgramOptions, Selection, option
 
 if TYPE_CHECKING:
     from tilefit.cost.priced import PricedGpu
-    from tilefit.fixes.outcome import Outcome
+    from tilefit.fixes.planning.outcome import Outcome
 
 Level = Literal["safe", "unsafe"]
 
@@ -167,7 +167,7 @@ def _print_diff(outcome: Outcome) -> None:
     """The patch on stdout, byte for byte; what is not in it on stderr."""
     from rich.console import Console
 
-    from tilefit.fixes.outcome import beside_diff, colored
+    from tilefit.fixes.planning.outcome import beside_diff, colored
 
     text = outcome.patches.diff()
     console = output.stdout()

@@ -25,8 +25,8 @@ from tilefit.rules.batch.memory import usable_bytes
 
 if TYPE_CHECKING:
     from tilefit.fixes import Plan
-    from tilefit.fixes.answers import Answer
-    from tilefit.fixes.outcome import Outcome
+    from tilefit.fixes.planning.answers import Answer
+    from tilefit.fixes.planning.outcome import Outcome
     from tilefit.fixes.source.patches import Patches
     from tilefit.fixes.source.program import Program
     from tilefit.report import Report
@@ -92,7 +92,7 @@ class FixSession:
         self._stage = stage
         if request.selection.select or request.selection.ignore:
             # Whatever can be wrong without the model is found before the model is loaded.
-            from tilefit.fixes.registry import select
+            from tilefit.fixes.planning.registry import select
 
             select(request.selection.select, request.selection.ignore)
         else:
@@ -148,7 +148,7 @@ class FixSession:
     @cached_property
     def _selection(self) -> Selection:
         """The rules behind the selected fixes."""
-        from tilefit.fixes.registry import codes_of
+        from tilefit.fixes.planning.registry import codes_of
 
         wanted = self.request.selection
         return replace(wanted, select=codes_of(wanted.select), ignore=codes_of(wanted.ignore))
@@ -156,7 +156,7 @@ class FixSession:
     @property
     def _worth_it(self) -> Selection:
         """Those whose saving is worth a change."""
-        from tilefit.fixes.planner import MIN_GAIN
+        from tilefit.fixes.planning.planner import MIN_GAIN
 
         selection = self._selection
         return replace(selection, min_gain=MIN_GAIN) if selection.min_gain is None else selection
@@ -164,7 +164,7 @@ class FixSession:
     @property
     def _budget_bytes(self) -> float:
         """What the step may take at once, where its files may be changed so that it takes no more."""
-        from tilefit.fixes.registry import select
+        from tilefit.fixes.planning.registry import select
 
         request = self.request
         if all(
@@ -188,8 +188,8 @@ class FixSession:
         from torch import Tensor, nn
         from torch.utils._pytree import tree_map
 
-        from tilefit.fixes.planner import make_plan
-        from tilefit.fixes.run import Run
+        from tilefit.fixes.changes.run import Run
+        from tilefit.fixes.planning.planner import make_plan
 
         request, loaded, options = self.request, self.program.loaded, self.options
         model, inputs = loaded.model, loaded.inputs
@@ -237,7 +237,7 @@ class FixSession:
     @cached_property
     def answers(self) -> Sequence[Answer]:
         """What becomes of each finding."""
-        from tilefit.fixes.answers import answers
+        from tilefit.fixes.planning.answers import answers
 
         plan, patches = self.plan, self.patches
         if plan is None or plan.step is None:
@@ -255,7 +255,7 @@ class FixSession:
 
     def outcome(self, *, source_wanted: bool = False) -> Outcome:
         """Everything, as data; ``source_wanted``: the user asked for changes of files."""
-        from tilefit.fixes.outcome import Outcome
+        from tilefit.fixes.planning.outcome import Outcome
 
         before, plan, patches = self.report, self.plan, self.patches
         return Outcome(
@@ -278,7 +278,7 @@ class FixSession:
     def call(self) -> str:
         """The Python that applies the plan. It is given the optimizer where it fuses it, and compiles a model
         that is to be compiled where the plan does not do so itself."""
-        from tilefit.fixes.planner import MIN_GAIN
+        from tilefit.fixes.planning.planner import MIN_GAIN
 
         request, options = self.request, self.options
         wanted = request.selection

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tilefit.capture.real import tf32
 from tilefit.capture.targets import load
 from tilefit.errors import TargetError
-from tilefit.fixes.measuring import RunningStep
-from tilefit.fixes.run import Run
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.planning.measuring import RunningStep
 from tilefit.options import TargetOptions
 from tilefit.sweep.best import Trial
 

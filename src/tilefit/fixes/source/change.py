@@ -8,7 +8,7 @@ from typing import Any
 
 import libcst as cst
 
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.syntax import Syntax

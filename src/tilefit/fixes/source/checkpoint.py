@@ -10,8 +10,8 @@ import libcst as cst
 from torch import nn
 
 from tilefit.cost.recompute import NORMALIZATION
-from tilefit.fixes.checkpoint import choices, is_fit
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.kinds.checkpoint import choices, is_fit
 from tilefit.fixes.source.change import Change, imported, keyword, with_argument
 from tilefit.fixes.source.program import Files, Program
 from tilefit.fixes.source.settings import makers

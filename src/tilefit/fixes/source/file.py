@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tilefit.errors import UsageError
-from tilefit.fixes.fix import RefusedError, refuse
+from tilefit.fixes.changes.fix import RefusedError, refuse
 
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 

@@ -10,7 +10,7 @@ import libcst as cst
 from libcst.metadata import Assignment
 
 from tilefit.capture.packages import package_of
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.change import lines
 from tilefit.fixes.source.program import Program, called, users_call
 from tilefit.fixes.source.syntax import Syntax

@@ -13,7 +13,7 @@ from tilefit.capture.child import captures_in_child
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.errors import TilefitError
-from tilefit.fixes.fix import RefusedError
+from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.change import Change, Write
 from tilefit.fixes.source.checkpoint import ways
 from tilefit.fixes.source.file import Edit, SourceFile

@@ -15,7 +15,7 @@ from tilefit.capture.naming import has_source
 from tilefit.capture.overlay import is_installed
 from tilefit.capture.sites import SiteTracker
 from tilefit.capture.targets import Target, load
-from tilefit.fixes.fix import RefusedError, refuse
+from tilefit.fixes.changes.fix import RefusedError, refuse
 from tilefit.fixes.source.birth import Births, Caller, Callers, callers, recorded
 from tilefit.fixes.source.file import SourceFile
 from tilefit.fixes.source.syntax import Syntax

@@ -10,7 +10,7 @@ import libcst as cst
 from torch import nn
 
 from tilefit.capture.optimizer import OPTIMIZERS
-from tilefit.fixes.fix import RefusedError, refuse
+from tilefit.fixes.changes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import (
     Change,
     imported,

@@ -7,7 +7,7 @@ from pathlib import Path
 import libcst as cst
 from torch import nn
 
-from tilefit.fixes.fix import RefusedError, refuse
+from tilefit.fixes.changes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import Change
 from tilefit.fixes.source.program import Program, users_call
 from tilefit.fixes.source.syntax import Syntax

@@ -17,7 +17,7 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from tilefit.fixes.fix import RefusedError, refuse
+from tilefit.fixes.changes.fix import RefusedError, refuse
 from tilefit.fixes.source.file import Edit, SourceFile
 
 Node = TypeVar("Node", bound=cst.CSTNode)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import libcst as cst
 from libcst.metadata import Assignment
 
-from tilefit.fixes.fix import RefusedError, refuse
+from tilefit.fixes.changes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import Change, Write, imported, keyword
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.program import Files

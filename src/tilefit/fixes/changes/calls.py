@@ -1,0 +1,121 @@
+"""How a call of a changed module runs now: in which element type, and whether something follows it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+
+PLAIN = frozenset((torch.Tensor, nn.Parameter))
+#: Asked once: PyTorch 2.11's compiler, asked within a call, breaks its graph there.
+_WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
+
+
+#: Whose modes see functions and exchange none: those of this package, and ``with torch.device(...)``.
+_OUR_MODES = ("tilefit.", "torch.utils._device")
+#: Looked up once: they are asked in every call.
+_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_count_modes = torch._C._len_torch_function_stack
+
+
+def is_transformed() -> bool:
+    """Whether what runs is exported, traced, batched or differentiated by what wants plain modules."""
+    if torch.compiler.is_compiling():
+        # What is_exporting() reads. In code that it compiles, PyTorch before 2.13 takes that call for true.
+        return torch.compiler._is_exporting_flag
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or _mode(_PROXY) is not None
+    )
+
+
+def are_exchanged() -> bool:
+    """Whether somebody follows the calls of PyTorch's functions, and may put others in their place."""
+    modes = map(torch._C._get_function_stack_at, range(_count_modes()))
+    return not all(type(mode).__module__.startswith(_OUR_MODES) for mode in modes)
+
+
+#: Functions by where they are found, and their names there.
+Offered = Mapping[tuple[Any, str], Any]
+
+
+def offered(names: Iterable[str]) -> Offered:
+    """What PyTorch offers under these names: functions and methods."""
+    places = ((place, name) for name in names for place in (torch, torch.Tensor, F))
+    return {place: found for place in places if callable(found := getattr(*place, None))}
+
+
+def still(known: Offered) -> Callable[[], bool]:
+    """What tells whether nobody has put others in place of these functions."""
+    names: dict[Any, list[str]] = defaultdict(list)
+    for place, name in known:
+        names[place].append(name)
+    getters = [(place, attrgetter(*names[place])) for place in names]
+    kept = [(place, get, get(place)) for place, get in getters]
+    return lambda: all(get(place) == found for place, get, found in kept)
+
+
+def is_followed() -> bool:
+    """Whether what runs is compiled, or :func:`is_transformed`."""
+    return torch.compiler.is_compiling() or is_transformed()
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast casts products of ``x`` to now, if it does."""
+    kind = x.device.type
+    if x.dtype == torch.float64:
+        return None
+    if kind not in _WITH_AUTOCAST and not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def product_dtype(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtype | None:
+    """The element type of a layer's product; None where PyTorch is to compute it, or to say what is wrong.
+
+    That is where tensors are of other classes or element types than a plain layer multiplies.
+    """
+    if type(x) not in PLAIN or not x.is_floating_point():
+        return None
+    cast = autocast_dtype(x)
+    for parameter in parameters:
+        if parameter is None:
+            continue
+        if type(parameter) not in PLAIN:
+            return None
+        if parameter.dtype != x.dtype and (cast is None or parameter.dtype == torch.float64):
+            return None
+    return cast or x.dtype
+
+
+def linear_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
+    """The element type in which a linear layer would multiply ``x`` now.
+
+    None where it is not for us to compute: of element types, sizes or devices that do not fit PyTorch says
+    so, a sharded weight has to be gathered, and hooks or modes may exchange what goes in and what is called.
+    """
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if type(x) is not torch.Tensor or weight is None or x.dim() < 2 or layer._forward_pre_hooks:
+        return None
+    if x.layout != torch.strided or x.is_nested or x.is_inference() or weight.shape[-1] != x.shape[-1]:
+        return None
+    dtype = None if _count_modes() and are_exchanged() else product_dtype(x, weight, bias)
+    for parameter in (weight,) if bias is None else (weight, bias):
+        if parameter.device != x.device or parameter._post_accumulate_grad_hooks or parameter.is_inference():
+            return None
+        if parameter.dtype not in (dtype, torch.float32):
+            return None
+    return dtype
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., n] as a matrix of rows. Gradients in batches (``is_grads_batched``) cannot be flattened."""
+    return tensor.reshape(-1, tensor.shape[-1])

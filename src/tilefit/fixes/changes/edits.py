@@ -1,0 +1,61 @@
+"""What was changed in live objects, and how it is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from tilefit.fixes.changes.behaviour import Behaviour, Changed
+from tilefit.fixes.changes.run import Run
+
+_ABSENT = object()
+
+
+class Edits:
+    """Changes of live objects in their order; whoever changes one notes here what takes it back."""
+
+    def __init__(self) -> None:
+        self._undos: list[Callable[[], Any]] = []
+
+    def behave(self, module: nn.Module, behaviour: Behaviour) -> None:
+        """Give a module a behaviour."""
+        changed = Changed.of(module)
+        behaviour, old = behaviour.beside(module)
+        if old is not None:
+            new = tuple(behaviour if each is old else each for each in changed.behaviours)
+            self.set(changed, "behaviours", new)
+            return
+        changed.add(behaviour)
+        self.undone_by(lambda: changed.remove(behaviour))
+
+    def set(self, target: Any, name: str, value: Any) -> None:
+        """Set an attribute, which the target need not have had."""
+        kept = vars(target).get(name, _ABSENT) if hasattr(target, "__dict__") else getattr(target, name)
+        setattr(target, name, value)
+        self.undone_by(lambda: delattr(target, name) if kept is _ABSENT else setattr(target, name, kept))
+
+    def run(self, run: Run, **options: Any) -> None:
+        """Change how the step runs."""
+        self.undone_by(run.change(**options))
+
+    def undone_by(self, undo: Callable[[], Any]) -> None:
+        """Note what takes back the change that was just made."""
+        self._undos.append(undo)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """What the block notes is taken back if it raises."""
+        before = len(self._undos)
+        try:
+            yield
+        except BaseException:
+            self.undo(before)
+            raise
+
+    def undo(self, left: int = 0) -> None:
+        """Take all of it back, the last first, but for so many changes."""
+        while len(self._undos) > left:
+            self._undos.pop()()

@@ -1,0 +1,224 @@
+"""What a fix is: it finds the places it can change, and changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from enum import IntEnum
+from typing import Any
+
+from tilefit.fixes.changes.behaviour import Behaviour, Part, require_changeable
+from tilefit.fixes.changes.behaviour import RefusedError as RefusedError
+from tilefit.fixes.changes.behaviour import refuse as refuse
+from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.modules import submodule
+from tilefit.fixes.changes.region import Opened, Region
+from tilefit.fixes.changes.run import Run
+from tilefit.rules import base
+from tilefit.rules.finding import SAFE
+from tilefit.rules.sites import pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Context(base.Context):
+    """All that a fix may look at: the priced step as the model is written, and the live run (on ``meta``)."""
+
+    run: Run
+
+
+class Stage(IntEnum):
+    """When a fix is taken up."""
+
+    #: A change of the model: the best first.
+    MODEL = 0
+    #: A change of how the whole program is run, when no change of the model is worth it any more: what others
+    #: save first it often saves as well, but what only they save is then there, too.
+    RUN = 1
+    #: What it gains cannot be predicted: tried where steps are measured, and kept where it gains more than
+    #: the noise.
+    TRIED = 2
+    #: It makes the step slower, and is taken where the step needs more memory than it may take.
+    FIT = 3
+
+
+@dataclass(frozen=True)
+class ChangeSet:
+    """A change that a fix proposes. It holds paths and sizes, never live modules: the same change is tried
+    on a copy without weights and then made to the model itself. Equal ones are one.
+
+    Attributes:
+        modules: Paths of the modules it changes; empty where it changes only how the model is run.
+        behaviours: What modules are given, by path; in place of modules and regions these have
+            :class:`~tilefit.fixes.changes.behaviour.Part` and :class:`~tilefit.fixes.changes.region.Opened`.
+        options: How the step is run.
+        also: What else it does: ``(change, run, edits)``, a function of a file, so that equal changes are.
+        words: What it does, one sentence: ``Pad lm_head from 50257 to 50304 outputs.``
+        host_s: Host time that its Python adds to a step beside launches, on the host that launch costs are
+            stated for. Neither the compiler nor a CUDA graph runs that Python.
+        same_random_numbers: From one seed the changed model draws the same random numbers (dropout) as the
+            original.
+    """
+
+    modules: tuple[str, ...]
+    _: KW_ONLY
+    behaviours: tuple[tuple[str, Behaviour], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    also: Callable[[Any, Run, Edits], None] | None = None
+    words: str = field(default="", compare=False)
+    host_s: float = field(default=0.0, compare=False)
+    same_random_numbers: bool = True
+
+    @classmethod
+    def giving(cls, modules: Iterable[str], behaviour: Behaviour, words: str, **more: Any) -> ChangeSet:
+        """One that gives modules the same behaviour; in ``words``, ``{}`` stands for these."""
+        paths = tuple(modules)
+        behaviours = tuple((path, behaviour) for path in paths)
+        return cls(paths, behaviours=behaviours, words=words.format(in_words(paths)), **more)
+
+    @property
+    def summary(self) -> str:
+        """What it does, in words."""
+        return self.words
+
+    def make(self, run: Run, edits: Edits) -> None:
+        """Make the change in place by ``edits``; whoever calls takes back what was edited before an error.
+
+        Raises:
+            RefusedError: it cannot be made.
+        """
+        edits.run(run, **dict(self.options))
+        if self.also is not None:
+            self.also(self, run, edits)
+        modules = [submodule(run.model, path) for path, _ in self.behaviours]
+        for module, (path, behaviour) in zip(modules, self.behaviours, strict=True):
+            behaviour.require(module, path)
+        regions: dict[Opened, Region] = {}
+        placed = [_placed(behaviour, run, edits, regions) for _, behaviour in self.behaviours]
+        for module, behaviour in zip(modules, placed, strict=True):
+            edits.behave(module, behaviour)
+
+    def apply(self, run: Run, edits: Edits | None = None) -> Edits:
+        """Make the change in place, on top of other edits if there are any.
+
+        Raises:
+            RefusedError: it cannot be made; the run is unchanged.
+        """
+        edits = Edits() if edits is None else edits
+        with edits.all_or_none():
+            self.make(run, edits)
+        return edits
+
+    @property
+    def parts(self) -> tuple[ChangeSet, ...]:
+        """The change sets it is made of."""
+        return (self,)
+
+
+@contextmanager
+def applied(run: Run, changes: Iterable[ChangeSet]) -> Iterator[None]:
+    """Within the block changes are made.
+
+    Raises:
+        RefusedError: one cannot be made.
+    """
+    edits = Edits()
+    try:
+        for change in changes:
+            change.apply(run, edits)
+        yield
+    finally:
+        edits.undo()
+
+
+def in_words(modules: Iterable[str]) -> str:
+    """Modules that are changed."""
+    paths = list(modules)
+    return pattern(paths) if any(paths) else "the model"
+
+
+def _placed(value: Any, run: Run, edits: Edits, regions: dict[Opened, Region]) -> Any:
+    """A behaviour, or a part of it, with the modules and regions that it is about."""
+    if isinstance(value, Part):
+        return submodule(run.model, value.path)
+    if isinstance(value, Opened):
+        if value not in regions:
+            module = submodule(run.model, value.path)
+            require_changeable(module, value.path)
+            regions[value] = value.kind.at(module, edits)
+        return regions[value]
+    if isinstance(value, Behaviour):
+        held = {each.name: getattr(value, each.name) for each in fields(value)}  # type: ignore[arg-type]
+        return replace(value, **{name: _placed(each, run, edits, regions) for name, each in held.items()})  # type: ignore[type-var]
+    return tuple(_placed(each, run, edits, regions) for each in value) if type(value) is tuple else value
+
+
+@dataclass(frozen=True)
+class Several(ChangeSet):
+    """Change sets that are made together: a way to run the program, with the changes of the model that only
+    it calls for, such as a mask that an encoder makes only when it is compiled."""
+
+    changes: tuple[ChangeSet, ...]
+
+    @classmethod
+    def of(cls, *changes: ChangeSet) -> Several:
+        """One change set of several."""
+        paths = dict.fromkeys(path for each in changes for path in each.modules)
+        return cls(tuple(paths), changes, host_s=sum(each.host_s for each in changes))
+
+    @property
+    def summary(self) -> str:
+        return " ".join(each.summary for each in self.changes)
+
+    @property
+    def parts(self) -> tuple[ChangeSet, ...]:
+        return self.changes
+
+    def make(self, run: Run, edits: Edits) -> None:
+        for each in self.changes:
+            each.make(run, edits)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A place that a finding points at and that the fix leaves alone.
+
+    Attributes:
+        modules: Paths of the modules.
+        reason: Why, one sentence without a stop.
+    """
+
+    modules: tuple[str, ...]
+    reason: str
+
+
+#: What a fix would change in a step, or leaves alone. Whether it pays is the planner's business: it prices
+#: every candidate by capturing the changed model again.
+Found = Iterable[ChangeSet | Refusal]
+
+
+@dataclass
+class Fix:
+    """A fix answers the findings of some rules by changing the model or the way it is run.
+
+    They are found by :mod:`tilefit.fixes.planning.registry`.
+
+    Attributes:
+        name: Short, with hyphens: ``pad-linear``.
+        rules: Codes of the rules whose findings it answers.
+        find: What could be changed in a step. Its docstring says what the fix does, why that is the same
+            function, and what it refuses.
+        level: ``safe`` (the same function, to be proven) or ``unsafe`` (may change training).
+        stage: When it is taken up.
+    """
+
+    name: str
+    rules: tuple[str, ...]
+    find: Callable[[Context], Found]
+    level: str = SAFE
+    stage: Stage = Stage.MODEL
+
+
+def fix(name: str, *rules: str, **how: Any) -> Callable[[Callable[[Context], Found]], Fix]:
+    """Makes a fix of the function that finds what it changes; arguments as for :class:`Fix`."""
+    return lambda find: Fix(name, rules, find, **how)

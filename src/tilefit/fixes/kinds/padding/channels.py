@@ -1,0 +1,270 @@
+"""Pad the channels of convolutions, and the products of linear layers and heads of language models."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from tilefit.cost import estimate
+from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix, refuse
+from tilefit.fixes.changes.modules import fewest_rows, require_plain, submodule
+from tilefit.fixes.kinds.padding.layers import CONVOLUTIONS, Fitted, Wide, channels_of, padded
+from tilefit.fixes.kinds.padding.paths import Trace, by_itself, chains, paddings, traces
+from tilefit.fixes.kinds.padding.tensors import COMPARED_S, LAYER_S, REGION_S
+from tilefit.ops import FORWARD, Conv, Gemm, Streaming
+from tilefit.ops.dtypes import size_bytes
+from tilefit.rules.alignment import channels as channels_rule
+from tilefit.rules.alignment import first_convolution as first_rule
+from tilefit.rules.alignment.features import Group, groups
+from tilefit.rules.alignment.padding import misaligned_operands
+from tilefit.rules.base import Replaced
+from tilefit.rules.layers import Linear, weight
+from tilefit.rules.resize import pad
+
+#: What the channels of a pixel are padded to: an access, a half and a whole cache line.
+_MULTIPLES_BYTES = (16, 64, 128)
+#: Numbers of channels that save less than this share of the step, as the rule prices them, are not tried.
+_LEAST_GAIN = 0.002
+
+
+@fix("pad-channels", "ALN004", "ALN005")
+def pad_channels(context: Context) -> Found:
+    """Pads the channels of convolutions to a multiple of 16 bytes, and the images between them.
+
+    A convolution copies its filters into a tensor with room for more channels (under autocast they are
+    copied anyway, to be cast). The image it writes has the added channels, all zero, and keeps them through
+    batch normalisation, pooling, resizing, elementwise functions and sums up to the next convolution, whose
+    filters are zero there. Whatever else reads an image (a concatenation, a depthwise convolution) gets it
+    cropped by the module that made it. Parameters, running statistics and the model's output do not change.
+
+    Which images stay padded is read off the model's ``forward``, traced symbolically; where a module cannot
+    be traced, each of its convolutions pads its own image and crops its own output. Parts that are called by
+    themselves take and give the channels they always had, and so do all where somebody has replaced or
+    watches a part of the traced module, or has changed an attribute that its ``forward`` may read.
+
+    A first layer's few channels are padded to 4 or 8 where that is predicted to pay.
+
+    Refused: convolutions that are no plain ``nn.Conv``. Grouped ones are left alone.
+    """
+    step, model = context.step, context.run.model
+    odd: dict[int, str] = {}
+    for (channels, dtype), indices in channels_rule.misaligned(step).items():
+        if _promises(context, channels_rule.padded(context, channels, dtype, indices)[1]):
+            yield from _refusals(context, indices)
+            odd.update(dict.fromkeys(channels, dtype))
+    few: dict[int, list[int]] = {}
+    for indices in first_rule.few_channels(step).values():
+        op = step.ops[indices[0]].op
+        assert isinstance(op, Conv)
+        few[op.in_channels] = [
+            new for new, ops in first_rule.padded(step, indices).items() if _promises(context, ops)
+        ]
+    if not odd and not any(few.values()):
+        return
+    found = traces(context.run)
+    sizes, inputs = _present(model)
+    for chosen in _alternatives(odd):
+        # A first layer's few channels are another matter.
+        read = {old: new for old, new in chosen.items() if old not in few}
+        yield from _candidate(model, found, chosen, sizes | chosen, inputs | read)
+    for old in few:
+        for new in few[old]:
+            yield from _candidate(model, found, {old: new}, sizes, inputs | {old: new})
+
+
+def _alternatives(found: Mapping[int, str]) -> Iterator[dict[int, int]]:
+    """What numbers of channels could be padded to: all to multiples of so many bytes; each by itself."""
+    seen = []
+    for multiple_bytes in _MULTIPLES_BYTES:
+        chosen = {old: pad(old, multiple_bytes // size_bytes(dtype)) for old, dtype in found.items()}
+        if chosen and chosen not in seen:
+            seen.append(chosen)
+            yield chosen
+    if len(found) > 1:
+        for old, dtype in found.items():
+            yield {old: pad(old, _MULTIPLES_BYTES[1] // size_bytes(dtype))}
+
+
+def _promises(context: Context, resized: Replaced) -> bool:
+    """Whether the convolutions alone would save something worth a closer look."""
+    before_s = context.time_s(resized)
+    return before_s - context.replaced_s(resized) > _LEAST_GAIN * context.estimate.time_s
+
+
+def _refusals(context: Context, indices: Iterable[int]) -> Iterator[Refusal]:
+    for path in dict.fromkeys(context.step.ops[index].site.module for index in indices):
+        try:
+            module = submodule(context.run.model, path)
+            if type(module) not in CONVOLUTIONS:
+                require_plain(module, path, nn.Conv2d)
+        except RefusedError as refused:
+            yield Refusal((path,), refused.what)
+
+
+def _candidate(
+    model: nn.Module,
+    found: list[Trace],
+    chosen: Mapping[int, int],
+    sizes: Mapping[int, int],
+    inputs: Mapping[int, int],
+) -> Iterator[ChangeSet]:
+    """The change that pads the chosen numbers beside those that are padded already, if there is one."""
+    wanted = paddings(model, found, sizes, inputs)
+    new = {path: wide for path, wide in wanted.items() if not wide.is_made(model.get_submodule(path))}
+    # The parts of a module that is traced are padded together.
+    roots = {root for wide in new.values() for root in (wide.takes, wide.gives)} - {None}
+    if new:
+        together = {path: w for path, w in wanted.items() if path in new or roots & {w.takes, w.gives}}
+        host_s = LAYER_S * len(new) + COMPARED_S * sum(1 for _ in model.modules())
+        yield padded(together, chosen, new, host_s)
+
+
+def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
+    """The numbers that are padded already, in images that are written and in images that are read."""
+    sizes: dict[int, int] = {}
+    inputs: dict[int, int] = {}
+    for each in (behaviour for module in model.modules() for behaviour in behaviours(module)):
+        if isinstance(each, Fitted):
+            inputs |= dict([each.wide_in] if each.wide_in else [])
+            sizes |= dict([each.wide_out] if each.wide_out else [])
+    return sizes, inputs
+
+
+# ---- linear layers -------------------------------------------------------------------------------
+
+#: With few rows a layer is padded only where it clearly pays: the times of small products are the least sure.
+_CLEAR = 0.2
+
+
+@fix("pad-linear", "ALN001")
+def pad_linear(context: Context) -> Found:
+    """Pads the products of linear layers whose features are no multiple of 16 bytes.
+
+    The layer copies its weight into a matrix of padded sizes (under autocast it is copied anyway, to be
+    cast), pads its input where that is not padded already, and returns the real columns of the result. Added
+    columns are zeros, so that outputs and gradients are those of the layer as it was. Parameters do not
+    change. With too few rows for the copies to pay, the layer runs unpadded.
+
+    Between two such layers the columns stay, where the ``forward`` of one module, traced symbolically, shows
+    nothing but elementwise functions and batch norms there: the gate of a SwiGLU layer, or Linear, GELU,
+    Linear. Dropout is in the way, since the same seed would drop others.
+
+    Refused: layers that are no plain ``nn.Linear``, or whose product another module computes from their
+    weight. Hooks on a layer are served, and keep its outputs from staying padded.
+    """
+    for group in groups(context.step):
+        if not group.vocabularies and not group.recurrent:
+            yield from _paddings(context, group)
+    yield from _computed_weights(context)
+
+
+@fix("pad-vocabulary", "ALN002")
+def pad_vocabulary(context: Context) -> Found:
+    """Pads the product that scores every token of a vocabulary of 50257, 30522 or 32001.
+
+    As ``pad-linear`` does for other layers. Only the head's product is padded, since looking up rows of the
+    embedding does not mind their number: the table keeps its rows, tied weights stay one parameter, and the
+    logits have as many columns as before, so that losses, sampling and ``generate`` notice nothing. They
+    are copied out of the product, which is part of the price.
+    """
+    for group in groups(context.step):
+        if group.vocabularies:
+            yield from _paddings(context, group)
+
+
+def _paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
+    """The candidates for the layers of a group: the chains among them, and the rest, each by shape."""
+    sizes, _, _ = group.padded(context)
+    plain: dict[str, Wide] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in group.layers:
+        try:
+            module = _required(context, layer)
+        except RefusedError as refused:
+            yield Refusal((layer.module,), refused.what)
+        else:
+            wide = by_itself(module, sizes, sizes)
+            assert wide is not None  # the group has its sizes
+            plain[layer.module] = replace(wide, least_rows=_least_rows(context, layer, wide))
+            shapes[layer.module] = channels_of(module)
+    chained: dict[str, None] = {}
+    for size in group.sizes:
+        for path, wide in chains(context.run.model, plain, size, sizes[size]).items():
+            chained[path] = None
+            plain[path] = plain[path].along(wide) if path in plain else wide
+    if chained:
+        region_s = REGION_S * len(chained)
+        yield _together(context, group, {path: plain.pop(path) for path in chained}, region_s)
+    alike: dict[tuple[int, int], dict[str, Wide]] = defaultdict(dict)
+    for path, wide in plain.items():
+        alike[shapes[path]][path] = wide
+    for wides in alike.values():
+        yield _together(context, group, wides)
+
+
+def _together(context: Context, group: Group, wides: Mapping[str, Wide], more_s: float = 0.0) -> ChangeSet:
+    """The change that pads some layers; ``more_s``: host time beside that of each."""
+    calls = {layer.module: len(layer.forward) for layer in group.layers}
+    sizes = dict(pair for each in wides.values() for pair in (each.wide_out, each.wide_in) if pair)
+    share = 1.0 if context.run.options.train else 0.6
+    return padded(wides, sizes, host_s=share * LAYER_S * sum(calls.get(path, 1) for path in wides) + more_s)
+
+
+def _computed_weights(context: Context) -> Iterator[Refusal]:
+    """Misaligned layers whose weight is no parameter, which is why no finding names them."""
+    modules = dict(context.run.model.named_modules())
+    found = {
+        entry.site.module
+        for entry in context.step.ops
+        if isinstance(entry.op, Gemm) and entry.phase == FORWARD and not weight(entry)
+        if misaligned_operands(entry.op)
+    }
+    for path in sorted(found & modules.keys()):
+        if isinstance(modules[path], nn.Linear):
+            try:
+                require_plain(modules[path], path, nn.Linear)
+            except RefusedError as refused:
+                yield Refusal((path,), refused.what)
+
+
+def _required(context: Context, layer: Linear) -> nn.Linear:
+    """The module of a layer.
+
+    Raises:
+        RefusedError: it cannot be padded.
+    """
+    module = submodule(context.run.model, layer.module)
+    require_plain(module, layer.module, nn.Linear)
+    assert isinstance(module, nn.Linear)
+    refuse(not layer.forward, f"the product with {layer.parameter} is not one of {layer.module}")
+    if any(each.is_innermost for each in behaviours(module)):
+        raise RefusedError(f"{layer.module} is changed by another fix already")
+    if (module.out_features, module.in_features) != (layer.out_features, layer.in_features):
+        raise RefusedError(f"{layer.module} does not compute the product with {layer.parameter} itself")
+    return module
+
+
+def _least_rows(context: Context, layer: Linear, wide: Wide) -> int:
+    """The fewest rows (a power of two, or those of the step) with which the padded forward product pays."""
+    op = context.step.ops[layer.forward[0]].op
+    assert isinstance(op, Gemm)
+    old_in, old_out = layer.in_features, layer.out_features
+    new_in, new_out = (
+        old if channels is None else channels[1]
+        for old, channels in ((old_in, wide.wide_in), (old_out, wide.wide_out))
+    )
+    before, after = (layer.resized(op, FORWARD, *sizes) for sizes in ((old_in, old_out), (new_in, new_out)))
+    width = size_bytes(op.dtype)
+
+    def pays(rows: int) -> bool:
+        elements = new_in * new_out + (rows * new_in if new_in != old_in else 0)
+        copies = Streaming("copy", elements, elements * width, elements * width, op.dtype)
+        after_s = sum(estimate(each, context.gpu).time_s for each in (replace(after, m=rows), copies))
+        return after_s < (1 - _CLEAR) * estimate(replace(before, m=rows), context.gpu).time_s
+
+    step_ops = (context.step.ops[index].op for index in layer.forward)
+    return fewest_rows(min(each.m for each in step_ops if isinstance(each, Gemm)), pays)

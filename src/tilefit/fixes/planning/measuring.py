@@ -1,0 +1,152 @@
+"""What fixes gain on the GPU the model is on: steps with more and more of them, in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilefit.capture.optimizer import made_optimizer
+from tilefit.capture.real import loss_of_forward
+from tilefit.errors import UsageError
+from tilefit.fixes.changes.fix import ChangeSet, applied
+from tilefit.fixes.changes.run import Run
+
+#: Time that one variant's turn aims at: long enough for the host to get ahead of the GPU, as in training.
+TURN_S = 0.2
+ROUNDS = 7
+_MOST_STEPS = 50
+#: Steps before a time is taken: what a fix captures or compiles, it has by then.
+_WARM_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What one variant of a step saved over another: the median over the rounds, and an interval of it.
+
+    The second least and the second largest of seven differences hold their median between them in seven of
+    eight cases, however they are distributed (the binomial distribution: 1 - 2 (1 + 7) / 2^7).
+    """
+
+    time_s: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def between(cls, before_s: Sequence[float], after_s: Sequence[float]) -> Gain:
+        """Of the times of the same rounds."""
+        saved = sorted(before - after for before, after in zip(before_s, after_s, strict=True))
+        return cls(statistics.median(saved), saved[1], saved[-2])
+
+
+def step_times_s(
+    run: Run,
+    candidates: Sequence[ChangeSet],
+    *,
+    rounds: int = ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
+    """Wall time of a step in each round: without any of the candidates, with the first, the first two, and
+    so on.
+
+    The variants take turns, back and forth, so that a drift of the clock meets them all. Afterwards the model
+    has none of the candidates; its parameters, buffers and gradients are as they were, and so is the state of
+    the random number generators. The optimizer's work is done with a learning rate of zero.
+
+    Raises:
+        RefusedError: a candidate does not apply.
+    """
+    counts = list(range(len(candidates) + 1))
+    times: list[list[float]] = [[] for _ in counts]
+    with run.kept():
+        run.model.train(run.options.train)
+        optimizers: dict[Any, torch.optim.Optimizer] = {}
+        steps = [_prepared(run, candidates[:count], optimizers, clock) for count in counts]
+        for number in range(rounds):
+            for count in counts if number % 2 == 0 else reversed(counts):
+                with applied(run, candidates[:count]):
+                    times[count].append(steps[count].timed_s(clock))
+    return times
+
+
+def require_cuda(run: Run) -> None:
+    """Check that the model can be measured.
+
+    Raises:
+        UsageError: it is not on a CUDA GPU.
+    """
+    devices = {parameter.device.type for parameter in run.model.parameters()}
+    if devices != {"cuda"}:
+        raise UsageError(
+            f"the model is on {' and '.join(sorted(devices)) or 'no device'}; times are measured on a GPU",
+            hint='Move model and inputs there, .to("cuda"), or leave measure out.',
+        )
+
+
+class RunningStep:
+    """A step that runs for real: call it. ``many`` make a turn; the optimizer's learning rate is zero.
+
+    Args:
+        run: The model and its settings.
+        optimizers: Of steps that take turns on the same parameters: one for all of a kind, so that its state
+            is there once.
+    """
+
+    def __init__(self, run: Run, optimizers: dict[Any, torch.optim.Optimizer] | None = None) -> None:
+        trainable = [p for p in run.model.parameters() if p.requires_grad] if run.options.train else []
+        self.run = run
+        # A fix that compiles does it in place.
+        compiles = run.options.compile and run.model._compiled_call_impl is None
+        self.model = torch.compile(run.model) if compiles else run.model
+        self.device = next(run.model.parameters()).device
+        self.optimizer: torch.optim.Optimizer | None = None
+        if trainable and run.options.optimizer != "none":
+            shared = {} if optimizers is None else optimizers
+            # Its state is laid out like the parameters, which a fix may lay out anew.
+            kind = run.options.fused_optimizer, tuple(parameter.stride() for parameter in trainable)
+            if kind not in shared:
+                fused = run.options.fused_optimizer
+                shared[kind] = made_optimizer(run.options.optimizer, trainable, fused=fused, lr=0.0)
+            self.optimizer = shared[kind]
+        self.many = 1
+
+    def __call__(self) -> None:
+        run, options = self.run, self.run.options
+        loss = loss_of_forward(self.model, run.inputs, options, run.loss, self.device.type)
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        if self.optimizer is not None:
+            self.optimizer.step()
+        run.model.zero_grad()
+
+    def timed_s(self, clock: Callable[[], float]) -> float:
+        """The time of a step, over ``many``."""
+        for _ in range(_WARM_STEPS):  # also what other variants left in caches
+            self()
+        self.synchronize()
+        start = clock()
+        for _ in range(self.many):
+            self()
+        self.synchronize()
+        return (clock() - start) / self.many
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _prepared(
+    run: Run,
+    candidates: Sequence[ChangeSet],
+    optimizers: dict[Any, torch.optim.Optimizer],
+    clock: Callable[[], float],
+) -> RunningStep:
+    with applied(run, candidates):
+        step = RunningStep(run, optimizers)
+        once_s = step.timed_s(clock)
+    step.many = max(1, min(_MOST_STEPS, round(TURN_S / once_s))) if once_s > 0 else _MOST_STEPS
+    return step

@@ -1,0 +1,611 @@
+"""Chooses fixes by what they are worth, proves them, applies them."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import nn
+
+from tilefit import units
+from tilefit.capture.failures import ON_CPU
+from tilefit.capture.trees import tensors
+from tilefit.cost import StepEstimate, estimate_step
+from tilefit.cost.estimate import ESTIMATED, MEASURED
+from tilefit.cost.fusion import fuse
+from tilefit.cost.priced import PricedGpu, resolve
+from tilefit.errors import CaptureError, UsageError
+from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.fix import ChangeSet, Context, Fix, RefusedError, Several, Stage
+from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.settings import is_fused, like
+from tilefit.fixes.planning.measuring import Gain, require_cuda, step_times_s
+from tilefit.fixes.planning.plan import AppliedFix, Plan, RefusedFix
+from tilefit.fixes.planning.registry import select as select_fixes
+from tilefit.fixes.proof.likeness import shrunken
+from tilefit.fixes.proof.proof import prove, prove_in_place, with_values
+from tilefit.fixes.proof.verification import Verification
+from tilefit.gpus import Gpu
+from tilefit.ops import Step
+from tilefit.options import (
+    FixSelection,
+    OptimizerName,
+    Selection,
+    SelectionKeywords,
+    StepKeywords,
+    StepOptions,
+    taken,
+)
+from tilefit.rules.base import Change
+from tilefit.rules.engine import gain
+from tilefit.rules.finding import SAFE, UNSAFE
+
+LEVELS = (SAFE, UNSAFE)
+
+
+class OptimizeKeywords(StepKeywords, SelectionKeywords, total=False):
+    """The keywords of :func:`optimize` beyond its own."""
+
+    optimizer: OptimizerName | torch.optim.Optimizer  # type: ignore[misc]
+
+
+#: Smallest gain worth a change, as a share of the step: below, the prediction is noise.
+MIN_GAIN = 0.01
+#: A plan is to be no loss where the host takes so many times as long for launches as the one that their costs
+#: are stated for. Hosts of one kind of machine differed by a factor of two (:mod:`tilefit.cost.launch`).
+HOSTS = (0.7, 3.0)
+#: What a plan may lose on such a host, relative to what it saves on the one found, both as shares of a step.
+#: A choice: NHWC takes 40 % off a convolutional network's step, and adds 3 % where the host is the limit.
+_RISKED = 0.1
+#: Share of a step by which two ways to sum up the same times may differ.
+_ROUNDING = 1e-9
+
+#: Where code reads values, a step on so many samples is run for real, as long as its largest input has not
+#: more elements, times parameters, than this: some 10 s a capture on two CPU cores. A choice.
+_SAMPLES, _MOST_WORK = 2, 2e11
+
+#: Is told what is being done.
+Say = Callable[[str], None]
+_Compare = Callable[[Run, Sequence[ChangeSet]], Verification]
+
+
+def optimize(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    gpu: str | Gpu | None = None,
+    level: str = SAFE,
+    budget: float | None = None,
+    memory_bytes: float | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    verify: bool = True,
+    measure: bool = False,
+    inplace: bool = True,
+    **keywords: Unpack[OptimizeKeywords],
+) -> Plan:
+    """Change a model so that its step runs faster and computes the same, and prove that it does.
+
+    Fixes are chosen by predicted gain, each priced by capturing the changed model again on top of those
+    before it; one that cannot be proven the same function is left out, with the reason. Parameters keep their
+    names, shapes and values, so that checkpoints and optimizers fit as before. No GPU is needed.
+
+    Args:
+        model: A module; it is changed in place, which :meth:`Plan.undo` takes back.
+        inputs: As for :func:`tilefit.check`.
+        gpu: Likewise; one GPU.
+        loss: Likewise.
+        level: ``"safe"``: fixes that keep the function; ``"unsafe"``: also those that may change training.
+        budget: Seconds after which no further fix is looked for; None for no limit.
+        memory_bytes: What the tensors of a step may take at once; None for what fits the GPU. A training step
+            that needs more is made to compute some modules again in its backward pass (``checkpoint``).
+        verify: Prove every fix.
+        measure: Measure the step with and without the fixes, in turn, on the CUDA GPU that the model and the
+            inputs are on; a fix that makes it slower is taken back: ``plan.refused`` says by how much.
+        inplace: Change ``model`` itself; otherwise a deep copy.
+        keywords: How the step runs, as for :func:`tilefit.check`, and which fixes are wanted. ``optimizer``
+            may also be the optimizer itself, whose options count. ``select`` and ``ignore``: names of fixes
+            (``pad-linear``), or codes of rules or their beginnings (``ALN``). ``min_gain``: smallest gain
+            worth a change, as a share of the step as it then is; below zero every fix that can be made is,
+            whether it pays or not.
+
+    Raises:
+        TilefitError: An option is not understood, or the step cannot be captured; says what to do.
+    """
+    gpus = resolve(gpu)
+    if len(gpus) != 1:
+        raise UsageError("a plan is made for one GPU", hint='Name one: gpu="h200".')
+    live, of_live = keywords.get("optimizer"), {}
+    if isinstance(live, torch.optim.Optimizer):
+        of_live = {"optimizer": like(live, model), "fused_optimizer": is_fused(live)}
+    options, selection = taken("optimize", {**keywords, **of_live}, StepOptions, FixSelection)
+    run = Run(
+        model=model if inplace else copy.deepcopy(model),
+        inputs=inputs,
+        options=options,
+        loss=loss,
+        # Of a copy the caller's optimizer has no parameter: what the plan says of it is to be done.
+        live_optimizer=live if inplace and isinstance(live, torch.optim.Optimizer) else None,
+        memory_bytes=memory_bytes,
+    )
+    return make_plan(run, gpus[0], selection, level=level, verify=verify, measure=measure, budget=budget)
+
+
+def make_plan(
+    run: Run,
+    gpu: PricedGpu,
+    selection: Selection,
+    *,
+    level: str = SAFE,
+    verify: bool = True,
+    measure: bool = False,
+    budget: float | None = None,
+    say: Say = lambda _: None,
+) -> Plan:
+    """What :func:`optimize` does to a model that is to be changed in place; arguments and errors as there."""
+    if level not in LEVELS:
+        raise UsageError(f"unknown level {level!r}", hint=f"Use one of: {', '.join(LEVELS)}.")
+    _refuse_unchangeable(run.model)
+    min_gain = MIN_GAIN if selection.min_gain is None else selection.min_gain
+    chosen = select_fixes(selection.select, selection.ignore)
+    fixes = [fix for fix in chosen if level == UNSAFE or fix.level == SAFE]
+    deadline_s = time.monotonic() + budget if budget is not None else float("inf")
+    if measure:
+        require_cuda(run)
+    hosts = () if measure else HOSTS
+    say("Pricing the step as it is")
+    try:
+        planner = _Planner(run, run, gpu, fixes, min_gain, hosts, say)
+    except CaptureError as error:
+        if run.live_optimizer is not None:
+            _blame(run.live_optimizer, run, error)
+        if error.hint != ON_CPU:
+            raise
+        say("Pricing the step on real data, since its code reads values")
+        planner = _Planner(run, _on_real_data(run, error), gpu, fixes, min_gain, hosts, say)
+    with planner.edits.all_or_none():
+        proofs = None
+        while proofs is None:
+            while time.monotonic() < deadline_s and planner.improve():
+                pass
+            planner.fit()
+            proofs = planner.settle(verify)
+        return planner.measured(proofs) if measure else planner.plan(planner.now.made, proofs)
+
+
+def _refuse_unchangeable(model: object) -> None:
+    """Refuse what is no model that fixes can change.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"what is of type {type(model).__name__} cannot be optimized", hint="Pass a torch.nn.Module."
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError("the model was scripted or traced, and cannot be changed", hint="Optimize it first.")
+    if hasattr(model, "_orig_mod"):
+        raise UsageError(
+            "the model is compiled already",
+            hint="Give it as it was before, with compile=True (--compile), and compile plan.model.",
+        )
+
+
+def _on_real_data(run: Run, error: CaptureError) -> Run:
+    """The run on two samples with values, for code that reads some.
+
+    Raises:
+        CaptureError: that one, where this would take too long.
+    """
+    few = with_values(shrunken(run.inputs, {"batch": _SAMPLES}), run.model)
+    first, cut = (next((t for t in tensors(inputs) if t.dim()), None) for inputs in (run.inputs, few))
+    size = max((t.numel() for t in tensors(few)), default=0) * sum(p.numel() for p in run.model.parameters())
+    if first is None or cut is None or size > _MOST_WORK:
+        error.hint = (
+            "The model is too large to be tried on real data here; tilefit check --on-cpu shows findings."
+        )
+        raise error
+    options = replace(run.options, on_cpu=True)
+    return replace(run, inputs=few, options=options, samples=len(first) / len(cut), live_optimizer=None)
+
+
+def _blame(optimizer: torch.optim.Optimizer, run: Run, error: CaptureError) -> None:
+    """Say that the optimizer is what keeps the step from being captured.
+
+    Raises:
+        UsageError: it is.
+        CaptureError: the step cannot be captured without it either.
+    """
+    trial = run.on_meta()
+    trial.change(optimizer="none")
+    trial.capture()
+    raise UsageError(
+        f"the step of {type(optimizer).__name__} cannot be captured: {error.what}",
+        hint='Leave it out: optimizer="none".',
+    ) from error
+
+
+class Proposal(NamedTuple):
+    """A change with the fix that proposes it."""
+
+    fix: Fix
+    change: ChangeSet
+
+    @property
+    def key(self) -> tuple[str, ChangeSet]:
+        return self.fix.name, self.change
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A run with changes, and what it costs.
+
+    Attributes:
+        run: On ``meta``.
+        made: The changes that are made.
+        written: The step as the model is written, in which fixes look for what they can change.
+        step: The step as it runs: what the compiler makes of it, where it is compiled.
+        estimate: On the host as it was found.
+        on_hosts: On each of ``HOSTS``.
+    """
+
+    run: Run
+    made: tuple[Proposal, ...]
+    written: Step
+    step: Step
+    estimate: StepEstimate
+    on_hosts: tuple[StepEstimate, ...]
+
+
+#: Number of a change, and why it cannot be part of a plan.
+_Flaw = tuple[int, str]
+
+
+@dataclass(eq=False)
+class _Planner:
+    """The search: greedy, and lazy in that a change is priced again only when it could be the best.
+
+    What a change saved on top of fewer others is taken for what it will save on top of more, until nothing
+    else is left.
+    """
+
+    run: Run
+    #: The same model, as it is captured and proven.
+    tried: Run
+    gpu: PricedGpu
+    fixes: Sequence[Fix]
+    min_gain: float
+    #: The step is priced on these, too: what is measured here need not pay on other hosts.
+    hosts: tuple[float, ...]
+    say: Say
+    refused: dict[RefusedFix, None] = field(default_factory=dict)
+    edits: Edits = field(default_factory=Edits)
+    _gains: dict[tuple[str, ChangeSet], float] = field(default_factory=dict)
+    _saved: dict[tuple[str, ChangeSet], tuple[float, float, float]] = field(default_factory=dict)
+    _unfit: set[tuple[str, ChangeSet]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        #: As the model was, and with each change on top.
+        self.states = [self._state(self.tried.on_meta(), ())]
+
+    @property
+    def first(self) -> _State:
+        return self.states[0]
+
+    @property
+    def now(self) -> _State:
+        return self.states[-1]
+
+    # ---- the search ----------------------------------------------------------------------------
+
+    def improve(self) -> bool:
+        """Take the best change that is left; False where none is worth it."""
+        return any(self._best_taken(stage) for stage in (Stage.MODEL, Stage.RUN))
+
+    def _best_taken(self, stage: Stage) -> bool:
+        waiting = sorted(self._proposals(self.now, stage), key=self._known_gain_s, reverse=True)
+        tried: dict[tuple[str, ChangeSet], _State] = {}
+        while waiting:
+            proposal = waiting.pop(0)
+            if proposal.key not in tried:
+                after = self._tried(proposal)
+                if after is None:
+                    continue
+                tried[proposal.key] = after
+                self._gains[proposal.key] = _gain(self.now, after)[0]
+                waiting[:0] = self._called_for(proposal, after)
+                if waiting and self._gains[proposal.key] < self._known_gain_s(waiting[0]):
+                    waiting.append(proposal)
+                    waiting.sort(key=self._known_gain_s, reverse=True)
+                    continue
+            if self._is_worth(proposal, tried[proposal.key]):
+                self.states.append(tried[proposal.key])
+                # Beside what was made since it may pay where it did not.
+                mine = proposal.fix.name, proposal.change.modules
+                self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
+                return True
+        return False
+
+    def fit(self) -> None:
+        """Take the first change that brings the step into the memory that it may take, if it needs more."""
+        budget_bytes = self.run.budget_bytes(self.gpu)
+        if self.now.step.memory.peak_bytes <= budget_bytes:
+            return
+        for proposal in self._proposals(self.now, Stage.FIT):
+            after = self._tried(proposal)
+            if after is not None and after.step.memory.peak_bytes <= budget_bytes:
+                self.states.append(after)
+                return
+            if after is not None:
+                need, has = map(units.capacity, (after.step.memory.peak_bytes, budget_bytes))
+                self.reject(proposal, f"the step would still need {need}, and may take {has}")
+
+    def _known_gain_s(self, proposal: Proposal) -> float:
+        return self._gains.get(proposal.key, float("inf"))
+
+    def _proposals(self, state: _State, stage: Stage) -> Iterator[Proposal]:
+        """What fixes of a stage would change, but for what was found unfit."""
+        context = self._context(state)
+        changed = {path for made in state.made for path in made.change.modules}
+        # With ``min_gain`` below zero a change that gains nothing the second time would be made for ever.
+        done = self._unfit.union(made.key for made in state.made)
+        for fix in self.fixes:
+            for found in fix.find(context) if fix.stage == stage else ():
+                if isinstance(found, ChangeSet):
+                    if (fix.name, found) not in done:
+                        yield Proposal(fix, found)
+                # What another fix has changed is not refused.
+                elif not changed.intersection(found.modules):
+                    self._refuse(fix.name, found.modules, found.reason)
+
+    def _called_for(self, proposal: Proposal, after: _State) -> list[Proposal]:
+        """A way to run the whole program once more, with the changes of the model that only it calls for: it
+        is not to be judged without them."""
+        if proposal.fix.stage != Stage.RUN or isinstance(proposal.change, Several):
+            return []
+        # What the model calls for as it is run now was priced before.
+        first = [each.change for each in self._proposals(after, Stage.MODEL) if each.key not in self._gains]
+        together = Proposal(proposal.fix, Several.of(*first, proposal.change))
+        return [together] if first and together.key not in self._unfit else []
+
+    def _tried(self, proposal: Proposal) -> _State | None:
+        """The run with a change on top; None where that cannot be."""
+        self.say(f"Pricing {proposal.fix.name}")
+        run = self.now.run.on_meta()
+        try:
+            proposal.change.apply(run)
+            return self._state(run, (*self.now.made, proposal))
+        except (RefusedError, CaptureError) as error:
+            self.reject(proposal, error.what)
+            return None
+
+    # ---- prices --------------------------------------------------------------------------------
+
+    def _state(self, run: Run, made: tuple[Proposal, ...]) -> _State:
+        written = run.capture()
+        step = fuse(written) if run.options.compile else written
+        is_eager = not (run.options.compile or run.cuda_graph)
+        python_s = is_eager * sum(each.change.host_s for each in made)
+        estimate = estimate_step(step, self.gpu, python_s=python_s)
+        on_hosts = tuple(
+            estimate_step(step, self.gpu, estimate.ops, launch_scale=scale, python_s=python_s)
+            for scale in self.hosts
+        )
+        return _State(run, made, written, step, estimate, on_hosts)
+
+    def _context(self, state: _State) -> Context:
+        """What fixes look at."""
+        is_written = state.step is state.written
+        estimate = state.estimate if is_written else estimate_step(state.written, self.gpu)
+        return Context(state.written, self.gpu, estimate, state.run)
+
+    def _is_worth(self, proposal: Proposal, after: _State) -> bool:
+        """A gain nine times in ten, on some host above what counts as a change, and on none a loss against
+        the model as it was that is not far less than what is saved here."""
+        if self.min_gain < 0:
+            return _gain(self.now, after)[0] >= self.min_gain * self.now.estimate.time_s
+        pairs = zip((self.now.estimate, *self.now.on_hosts), (after.estimate, *after.on_hosts), strict=True)
+        counts = any(now.time_s - then.time_s >= self.min_gain * now.time_s for now, then in pairs)
+        if not counts or _gain(self.now, after)[1] <= 0:
+            return False
+        saved = 1 - after.estimate.time_s / self.first.estimate.time_s
+        for scale, then, first in zip(self.hosts, after.on_hosts, self.first.on_hosts, strict=True):
+            loss_s = then.time_s - first.time_s
+            if loss_s > max(_RISKED * saved, _ROUNDING) * first.time_s:
+                reason = f"where the host takes {scale:g} times as long for launches, a step would take "
+                loss = f"{reason}{units.seconds(loss_s)} longer"
+                self._refuse(proposal.fix.name, proposal.change.modules, loss)
+                return False
+        return True
+
+    # ---- the proof -----------------------------------------------------------------------------
+
+    def settle(self, verify: bool) -> list[Verification] | None:
+        """Prove what was chosen and change the model; None where a part of it cannot be, which is then
+        refused, and the search goes on from before it."""
+        made = self.now.made
+        proofs: list[Verification] = []
+        flaw = self._make(made)
+        self.edits.undo()
+        flaw = flaw or (self._prove(made, proofs) if verify else None) or self._make(made)
+        if flaw is None:
+            for each, (before, after) in zip(made, pairwise(self.states), strict=True):
+                self._saved[each.key] = _gain(before, after)
+            return proofs
+        self.edits.undo()
+        number, reason = flaw
+        self.reject(made[number], reason)
+        del self.states[number + 1 :]
+        return None
+
+    def _make(self, made: Sequence[Proposal]) -> _Flaw | None:
+        for number, each in enumerate(made):
+            try:
+                each.change.apply(self.run, self.edits)
+            except RefusedError as refused:
+                return number, refused.what
+        return None
+
+    def _prove(self, made: Sequence[Proposal], proofs: list[Verification]) -> _Flaw | None:
+        """Prove all changes of the model together: in fp64 on the CPU, and on the GPU that it is on.
+
+        How the program is run is no part of a proof.
+        """
+        on_gpu = all(parameter.is_cuda for parameter in self.run.model.parameters())
+        of_model = {n: [part for part in each.change.parts if part.modules] for n, each in enumerate(made)}
+        of_model = {number: parts for number, parts in of_model.items() if parts}
+        for compare in (prove, prove_in_place)[: bool(of_model) * (1 + on_gpu)]:
+            self.say("Proving " + ", ".join(dict.fromkeys(each.fix.name for each in made)))
+            reason = self._disproof(compare, [part for parts in of_model.values() for part in parts], proofs)
+            if not reason:
+                continue
+            # One of whose modules the proof tells is the first to be looked at; none of them alone, it is the
+            # last one on top of the others.
+            told = {n: not any(p and p in reason for p in made[n].change.modules) for n in of_model}
+            for number in sorted(of_model, key=told.__getitem__) if len(of_model) > 1 else ():
+                self.say(f"Proving {made[number].fix.name}")
+                if alone := self._disproof(compare, of_model[number], []):
+                    return number, alone
+            return max(of_model), reason
+        return None
+
+    def _disproof(self, compare: _Compare, changes: list[ChangeSet], proofs: list[Verification]) -> str:
+        """Why changes are not proven; a proof, whatever it says, is added to the others."""
+        try:
+            proofs.append(compare(self.tried, changes))
+        except RefusedError as refused:
+            return refused.what
+        return "" if proofs[-1].ok else f"not proven the same: {proofs[-1]}"
+
+    def _applied(
+        self, made: Proposal, proofs: Sequence[Verification], measured_s: float | None
+    ) -> AppliedFix:
+        fix, change = made
+        in_fp64, on_gpu = (*(proofs if change.modules else ()), None, None)[:2]
+        gain_s, low_s, high_s = self._saved.get(made.key, (0.0, 0.0, 0.0))
+        return AppliedFix(
+            name=fix.name,
+            level=fix.level,
+            rules=fix.rules,
+            modules=change.modules,
+            summary=change.summary,
+            gain_s=gain_s,
+            gain_low_s=low_s,
+            gain_high_s=high_s,
+            verification=in_fp64,
+            on_gpu=on_gpu,
+            measured_s=measured_s,
+        )
+
+    def reject(self, proposal: Proposal, reason: str) -> None:
+        """Leave a change out for good."""
+        self._unfit.add(proposal.key)
+        self._refuse(proposal.fix.name, proposal.change.modules, reason)
+
+    def _refuse(self, name: str, modules: tuple[str, ...], reason: str) -> None:
+        self.refused.setdefault(RefusedFix(name, modules, reason))
+
+    # ---- the plan ------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        made: Sequence[Proposal],
+        proofs: Sequence[Verification],
+        times_s: Sequence[Sequence[float]] = (),
+    ) -> Plan:
+        """The plan of what was made; ``times_s``: measured, without and with more and more of it."""
+        before_s, after_s = self.first.estimate.time_s, self.now.estimate.time_s
+        saved_s: list[float | None] = [None] * len(made)
+        if times_s:
+            before_s = statistics.median(times_s[0])
+            after_s = before_s - Gain.between(times_s[0], times_s[-1]).time_s
+            saved_s = [gain.time_s for gain in _gains(times_s)]
+        done = {(each.fix.name, each.change.modules) for each in made}
+        whole = {fix.name for fix in self.fixes if fix.stage == Stage.RUN}
+        if whole.intersection(each.fix.name for each in made):
+            done |= {(each.name, each.modules) for each in self.refused if each.name in whole}
+        return Plan(
+            model=self.run.model,
+            run=self.run,
+            gpu=self.gpu.name,
+            fixes=tuple(self._applied(each, proofs, s) for each, s in zip(made, saved_s, strict=True)),
+            refused=tuple(each for each in self.refused if (each.name, each.modules) not in done),
+            before_s=before_s,
+            after_s=after_s,
+            before_bytes=self.first.step.memory.peak_bytes,
+            after_bytes=self.now.step.memory.peak_bytes,
+            provenance=MEASURED if times_s else ESTIMATED,
+            candidates=tuple(each.change for each in made),
+            step=self.now.step,
+            edits=self.edits,
+        )
+
+    def measured(self, proofs: Sequence[Verification]) -> Plan:
+        """The plan of what is measured to gain: what makes the step slower is taken back, and all that makes
+        up a plan that is no gain."""
+        made = [*self.now.made, *self._proposals(self.now, Stage.TRIED)]
+        self.say("Measuring")
+        times_s = self._times_s(made)
+        while losses := _losses(made, times_s):
+            for index, gain_s in reversed(losses):
+                self.reject(made.pop(index), _why(gain_s))
+            made = self._without_losses(made)
+            times_s = self._times_s(made)
+        for each in made:
+            each.change.apply(self.run, self.edits)
+        return self.plan(made, proofs, times_s)
+
+    def _times_s(self, made: Sequence[Proposal]) -> list[list[float]]:
+        self.edits.undo()
+        return step_times_s(self.run, [each.change for each in made])
+
+    def _without_losses(self, made: Sequence[Proposal]) -> list[Proposal]:
+        """What is left, and its state; what needs a change that was taken back goes too."""
+        run, left = self.first.run.on_meta(), []
+        for each in made:
+            try:
+                if each.fix.stage != Stage.TRIED:
+                    each.change.apply(run)
+                left.append(each)
+            except RefusedError as error:
+                self.reject(each, f"it goes with a fix that was taken back ({error})")
+        self.states[1:] = [self._state(run, tuple(left))]
+        return left
+
+
+def _gain(before: _State, after: _State) -> tuple[float, float, float]:
+    """What is saved, with the bounds of it."""
+    return gain(before.estimate, after.estimate, Change(step=after.step))
+
+
+def _gains(times_s: Sequence[Sequence[float]]) -> list[Gain]:
+    return [Gain.between(before, after) for before, after in pairwise(times_s)]
+
+
+def _losses(made: Sequence[Proposal], times_s: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
+    """Indices of changes that do not stay, with what each gains."""
+    gains = _gains(times_s)
+    # What makes the step fit the memory is worth the time that it takes.
+    for_time = [(i, each, gains[i]) for i, each in enumerate(made) if each.fix.stage != Stage.FIT]
+    losses = [
+        (index, gain.time_s)
+        for index, proposal, gain in for_time
+        if gain.high_s < 0 or (proposal.fix.stage == Stage.TRIED and gain.low_s <= 0)
+    ]
+    together_s = Gain.between(times_s[0], times_s[-1]).time_s
+    if not losses and len(for_time) == len(made) and together_s < 0:
+        # No single one for sure, all together none the less.
+        losses = [min(enumerate(gain.time_s for gain in gains), key=itemgetter(1))]
+    return losses
+
+
+def _why(gain_s: float) -> str:
+    longer = f"a step takes {units.seconds(-gain_s)} longer with it"
+    return f"measured on this GPU, {longer if gain_s < 0 else 'it saves no more than the noise'}"

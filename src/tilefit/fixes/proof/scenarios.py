@@ -1,0 +1,513 @@
+"""What people do with a model: each thing is done to the original and to the changed one, and whatever comes
+of it is compared.
+
+A scenario is a function of a :class:`Trial` and a model, a copy of its own; it returns what it saw, by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only
+
+from tilefit.capture.dtypes import AMP_DTYPES
+from tilefit.capture.forward import call, loss_of_output
+from tilefit.fixes.changes.assumed import Assumed
+from tilefit.fixes.changes.behaviour import behaviours, changes
+from tilefit.fixes.changes.region import Region
+
+#: Gradients in fp16 are computed of the loss times this, as in training, and divided by it: as they are, most
+#: would be below the smallest numbers that fp16 holds in full precision.
+_LOSS_SCALE = 2.0**10
+_SEED = 0
+_LEARNING_RATE = 1e-3
+#: Adam's epsilon: with the usual 1e-8, gradients that are zero but for rounding would move parameters.
+_EPSILON = 1e-3
+#: So large, and so small, that products overflow and underflow in fp32.
+_HUGE, _TINY = 1e30, 1e-30
+
+Observed = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What all runs of a comparison share.
+
+    Attributes:
+        inputs: The model's, with values.
+        loss: Makes the loss of the output; without it the output's ``loss``, else the distance of all outputs
+            to random numbers.
+        amp: Autocast element type, empty for none.
+        dtype: Element type of parameters and floating-point inputs.
+        device: Where it runs.
+        same_random_numbers: Both models draw the same numbers from a seed; otherwise training mode is
+            compared without dropout.
+        parts: Arguments of modules that are called by themselves, by path.
+        train: The run trains.
+        steps: How many steps an optimizer makes.
+    """
+
+    inputs: Any
+    loss: Callable[[Any], torch.Tensor] | None = None
+    amp: str = ""
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    same_random_numbers: bool = True
+    parts: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    train: bool = True
+    steps: int = 3
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The user's random numbers stay as they are; in fp64 everything is."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            if self.dtype == torch.float64 and not self.amp:
+                stack.enter_context(in_double())
+            yield
+
+    def prepared(self, model: nn.Module, training: bool = False) -> nn.Module:
+        """A copy of a model, to be run."""
+        model = copy.deepcopy(model).to(self.device, self.dtype).train(training)
+        model.zero_grad()
+        if training and not self.same_random_numbers:
+            for module in model.modules():
+                if isinstance(module, nn.modules.dropout._DropoutNd):
+                    module.p = 0.0
+        # Not ``torch.manual_seed``: for GPUs that nobody uses it notes the stack, each time.
+        torch.default_generator.manual_seed(_SEED)
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.manual_seed_all(_SEED)
+        return model
+
+    def fresh(self, tree: Any = None, *, grad: bool = False) -> Any:
+        """The inputs, or others, as nobody has used or changed them; ``grad``: as leaves that require one."""
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return copy.deepcopy(leaf)
+            is_float = leaf.is_floating_point()
+            new = leaf.detach().to(self.device, self.dtype if is_float else leaf.dtype, copy=True)
+            return new.requires_grad_(grad and is_float)
+
+        tree = self.inputs if tree is None else tree
+        return tree_map(made, dict(tree) if isinstance(tree, Mapping) else tree)
+
+    def called(self, model: nn.Module, inputs: Any) -> Any:
+        """What the model returns."""
+        kind = torch.device(self.device).type
+        with torch.autocast(kind, dtype=AMP_DTYPES.get(self.amp, torch.bfloat16), enabled=bool(self.amp)):
+            return call(model, inputs)
+
+    def loss_of(self, output: Any) -> torch.Tensor | None:
+        """The loss of an output; None where it has no gradient."""
+        trained = [leaf for leaf in floats(output) if leaf.requires_grad]
+        if not trained:
+            return None
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if self.loss is not None or isinstance(own, torch.Tensor):
+            return loss_of_output(output, self.loss)[0]
+        # The distance to random numbers: a mean of the output would not notice elements that are exchanged.
+        generator = torch.Generator(self.device).manual_seed(_SEED)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        total = torch.zeros((), device=self.device, dtype=wide)
+        for leaf in trained:
+            aim = torch.randn(leaf.shape, generator=generator, device=self.device, dtype=wide)
+            total = total + (leaf.to(wide) - aim).square().mean()
+        return total
+
+    def passed(self, model: nn.Module, inputs: Any) -> Observed:
+        """Output, loss and gradients of one pass."""
+        output = self.called(model, inputs)
+        return outputs(output) | self.gradients(model, self.loss_of(output), inputs)
+
+    def gradients(self, model: nn.Module, loss: torch.Tensor | None, inputs: Any) -> Observed:
+        """A loss, and the gradients of parameters and inputs."""
+        if loss is None:
+            return {}
+        scale = _LOSS_SCALE if torch.float16 in (self.dtype, AMP_DTYPES.get(self.amp)) else 1.0
+        (loss if scale == 1.0 else loss.float() * scale).backward()  # type: ignore[no-untyped-call]
+
+        def gradient(leaf: torch.Tensor) -> torch.Tensor | None:
+            return leaf.grad if scale == 1.0 or leaf.grad is None else leaf.grad.float() / scale
+
+        found: Observed = {"loss": loss.detach()}
+        found |= {f"gradient of {name}": gradient(p) for name, p in model.named_parameters()}
+        found |= {
+            f"gradient of input{path}": gradient(leaf)
+            for path, leaf in leaves(inputs)
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
+        }
+        return found | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One of the things that people do.
+
+    Attributes:
+        name: As in a refusal: ``eval``.
+        observe: Does it.
+        training: The model is in training mode; of a run that trains.
+        most: The most parameters that a model may have for it.
+        working: In the run's own precision, with wide tolerances.
+        finite: Only that nothing becomes infinite or NaN which was not is compared.
+        may_raise: The changed model may raise where the original does not: nobody gets a wrong number.
+    """
+
+    name: str
+    observe: Callable[[Trial, nn.Module], Observed]
+    training: bool = False
+    most: float = float("inf")
+    working: bool = False
+    finite: bool = False
+    may_raise: bool = False
+
+
+#: All of them, the first ones first.
+SCENARIOS: list[Scenario] = []
+#: Up to here optimizer steps, and what else takes several passes, are compared too. A choice.
+_FEW = 2_000_000
+#: Up to here, all else but the passes themselves.
+_MANY = 10_000_000
+
+
+def _scenario(name: str, **how: Any) -> Callable[[Callable[[Trial, nn.Module], Observed]], Any]:
+    def register(observe: Callable[[Trial, nn.Module], Observed]) -> Any:
+        SCENARIOS.append(Scenario(name, observe, **how))
+        return observe
+
+    return register
+
+
+@_scenario("train", training=True)
+@_scenario("eval")
+def _one_pass(trial: Trial, model: nn.Module) -> Observed:
+    return trial.passed(model, trial.fresh(grad=True))
+
+
+def _stepped(
+    trial: Trial, model: nn.Module, made: Callable[[list[nn.Parameter]], torch.optim.Optimizer], clips: bool
+) -> Observed:
+    """Losses of some steps, and parameters and buffers at the end."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        return {}
+    optimizer = made(trainable)
+    found: Observed = {}
+    for number in range(1, trial.steps + 1):
+        loss = trial.loss_of(trial.called(model, trial.fresh()))
+        if loss is None:
+            return {}
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if clips:
+            found[f"gradient norm of step {number}"] = nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        found[f"loss of step {number}"] = loss.detach()
+    found |= {f"{name} after {trial.steps} steps": p.detach() for name, p in model.named_parameters()}
+    return found | {f"buffer {name} after {trial.steps} steps": b for name, b in model.named_buffers()}
+
+
+_OPTIMIZERS: tuple[tuple[Any, bool, dict[str, float]], ...] = (
+    (torch.optim.SGD, False, {"momentum": 0.9}),
+    (torch.optim.AdamW, True, {"eps": _EPSILON}),
+)
+for _kind, _clips, _more in _OPTIMIZERS:
+    _made = partial(_kind, lr=_LEARNING_RATE, weight_decay=0.1, **_more)
+    _scenario(_kind.__name__, training=True, most=_FEW)(partial(_stepped, made=_made, clips=_clips))
+
+
+@_scenario("inputs used again and written to", most=_MANY)
+def _reused(trial: Trial, model: nn.Module) -> Observed:
+    found: Observed = {}
+    for mode in (torch.no_grad, torch.inference_mode):
+        inputs = trial.fresh()
+        with mode():
+            made = [trial.called(model, inputs), trial.called(model, inputs)]
+            for leaf in floats(inputs):
+                leaf.mul_(0.5)
+            made.append(trial.called(model, inputs))
+        for number, output in enumerate(made, start=1):
+            found |= outputs(output, f" of call {number}, {mode.__name__}")
+        found |= {f"input{path} afterwards, {mode.__name__}": v for path, v in leaves(inputs)}
+    return found
+
+
+@_scenario("inputs that are views", most=_MANY)
+def _views(trial: Trial, model: nn.Module) -> Observed:
+    wholes: list[torch.Tensor] = []
+    views: list[torch.Tensor] = []
+    seen: list[torch.Tensor] = []
+
+    def view(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.dim():
+            return leaf
+        whole = torch.stack((leaf, leaf), -1).requires_grad_(leaf.is_floating_point())
+        part = whole[..., 0]
+        if part.requires_grad:
+            wholes.append(whole)
+            views.append(part)
+            part.register_hook(seen.append)  # type: ignore[no-untyped-call]
+        return part
+
+    output = trial.called(model, tree_map_only(torch.Tensor, view, trial.fresh()))
+    loss = trial.loss_of(output)
+    found = outputs(output)
+    if loss is None or not views:
+        return found
+    gradients = torch.autograd.grad(loss, [*views, *wholes], retain_graph=True, allow_unused=True)
+    found |= {f"gradient of view {n}": gradient for n, gradient in enumerate(gradients)}
+    loss.backward()  # type: ignore[no-untyped-call]
+    found |= {f"gradient of whole {n}": whole.grad for n, whole in enumerate(wholes)}
+    return found | {f"seen by hook {n}": gradient for n, gradient in enumerate(seen)}
+
+
+@_scenario("a batch of another size", most=_MANY)
+def _other_batch(trial: Trial, model: nn.Module) -> Observed:
+    first = next((v for _, v in leaves(trial.inputs) if isinstance(v, torch.Tensor) and v.dim()), None)
+    size = 0 if first is None else first.shape[0]
+    rows = torch.tensor([*range(size), 0])
+
+    def other(leaf: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return leaf[chosen.to(leaf.device)] if leaf.dim() and leaf.shape[0] == size else leaf
+
+    found: Observed = {}
+    for chosen in (rows, rows[:1]) if size else ():
+        given = tree_map_only(torch.Tensor, partial(other, chosen=chosen), _plain(trial.inputs))
+        inputs = trial.fresh(given, grad=True)
+        model.zero_grad()
+        found |= {f"{what} of {len(chosen)}": v for what, v in trial.passed(model, inputs).items()}
+    return found
+
+
+@_scenario("other weights loaded", most=_MANY)
+def _reloaded(trial: Trial, model: nn.Module) -> Observed:
+    inputs = trial.fresh()
+    with torch.no_grad():
+        trial.called(model, inputs)
+        _load_others(model)
+        return outputs(trial.called(model, inputs))
+
+
+def _load_others(model: nn.Module) -> None:
+    state = model.state_dict()
+    model.load_state_dict({k: 1.5 * v if v.is_floating_point() else v for k, v in state.items()})
+
+
+@_scenario("parts called by themselves", most=_MANY)
+def _parts_alone(trial: Trial, model: nn.Module) -> Observed:
+    found: Observed = {}
+    with torch.no_grad():
+        trial.called(model, trial.fresh())
+    _load_others(model)
+    for path, (args, kwargs) in trial.parts.items():
+        part = model.get_submodule(path)
+        model.zero_grad()
+        given = trial.fresh((args, kwargs), grad=True)
+        output = part(*given[0], **given[1])
+        found |= {f"{path}{where}": value for where, value in leaves(output)}
+        seen = trial.gradients(model, replace(trial, loss=None).loss_of(output), given)
+        found |= {f"{what}, from {path} alone": value for what, value in seen.items()}
+    return found
+
+
+@_scenario("calls that reach one part", most=_MANY)
+def _parts_reached(trial: Trial, model: nn.Module) -> Observed:
+    found: Observed = {}
+    for path, (args, kwargs) in trial.parts.items():
+        for above in _ancestors(path):
+            parent = model.get_submodule(above)
+            model.zero_grad()
+            given = trial.fresh((args, kwargs), grad=True)
+            with _reaching(parent, model.get_submodule(path), *given):
+                output = parent()
+            found |= {f"{path}{where} within {above!r}": value for where, value in leaves(output)}
+            seen = trial.gradients(model, replace(trial, loss=None).loss_of(output), given)
+            found |= {f"{what}, {path} within {above!r}": value for what, value in seen.items()}
+    return found
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """The two nearest: others differ from them by nothing that a part sees."""
+    for _ in range(2):
+        if path:
+            path = path.rpartition(".")[0]
+            yield path
+
+
+@contextmanager
+def _reaching(parent: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+    """Within the block a call of a module calls one of its parts and nothing else. Of its behaviours only
+    regions run: others need its real arguments."""
+    kept, changed = type(parent), changes(parent)
+    regions = tuple(each for each in behaviours(parent) if isinstance(each, Region))
+
+    class Reaching(kept):  # type: ignore[misc, valid-type]
+        def forward(self) -> Any:
+            return part(*args, **kwargs)
+
+    parent.__class__ = Reaching
+    before = dict(vars(changed)) if changed is not None else {}
+    if before:
+        vars(changed).update(assumed=Assumed.of(parent), behaviours=regions)
+    try:
+        yield
+    finally:
+        parent.__class__ = kept
+        if before:
+            vars(changed).update(before)
+
+
+@_scenario("parts given wrong sizes", most=_MANY)
+def _wrong_sizes(trial: Trial, model: nn.Module) -> Observed:
+    found: Observed = {}
+    for path, (args, kwargs) in trial.parts.items():
+        for change in (-1, 1):
+            other = tree_map_only(torch.Tensor, partial(_of_other_width, change=change), args)
+            given = trial.fresh((other, kwargs))
+            part = model.get_submodule(path)
+            with torch.no_grad():
+                try:
+                    output = part(*given[0], **given[1])
+                except Exception:  # noqa: BLE001 - that it raises is what is seen
+                    found[f"{path} of {change:+d} feature"] = "an error"
+                else:
+                    found |= {f"{path}{w} of {change:+d} feature": value for w, value in leaves(output)}
+    return found
+
+
+def _of_other_width(leaf: torch.Tensor, change: int) -> torch.Tensor:
+    if not leaf.is_floating_point() or not leaf.dim():
+        return leaf
+    return leaf[..., :change] if change < 0 else torch.cat((leaf, leaf[..., :change]), -1)
+
+
+@_scenario("hooks set afterwards", most=_MANY)
+def _hooked(trial: Trial, model: nn.Module) -> Observed:
+    seen: list[tuple[str, Any]] = []
+
+    def see(module: nn.Module, args: Any, output: Any, path: str) -> None:
+        seen.append((path, (args, output)))
+
+    for path in trial.parts:
+        model.get_submodule(path).register_forward_hook(partial(see, path=path))
+    found = trial.passed(model, trial.fresh(grad=True))
+    for number, (path, tree) in enumerate(seen):
+        found |= {f"hook {number} of {path}{where}": value for where, value in leaves(tree)}
+    return found
+
+
+@_scenario("a sample of NaN", most=_MANY)
+def _nan(trial: Trial, model: nn.Module) -> Observed:
+    inputs = trial.fresh()
+    given = [leaf for leaf in floats(inputs) if leaf.dim()]
+    with torch.no_grad():
+        for leaf in given:
+            leaf[0].flatten()[:1] = torch.nan
+        return outputs(trial.called(model, inputs)) if given else {}
+
+
+@_scenario("second derivatives", most=_FEW, may_raise=True)
+def _second(trial: Trial, model: nn.Module) -> Observed:
+    inputs = trial.fresh(grad=True)
+    loss = trial.loss_of(trial.called(model, inputs))
+    if loss is None:
+        return {}
+    of: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+    of += floats(inputs)
+    first = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True)
+    total = sum(gradient.square().sum() for gradient in first if gradient is not None)
+    if not isinstance(total, torch.Tensor) or not total.requires_grad:
+        return {}
+    second = torch.autograd.grad(total, of, allow_unused=True)
+    return {f"second derivative {number}": gradient for number, gradient in enumerate(second)}
+
+
+@_scenario("in its own precision", working=True, most=_MANY)
+def _working(trial: Trial, model: nn.Module) -> Observed:
+    with torch.no_grad():
+        return outputs(trial.called(model, trial.fresh()))
+
+
+@_scenario("huge and tiny numbers", working=True, finite=True, most=_MANY)
+def _magnitudes(trial: Trial, model: nn.Module) -> Observed:
+    found: Observed = {}
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    for size in (_HUGE, _TINY):
+        inputs = trial.fresh()
+        with torch.no_grad():
+            given = list(floats(inputs))
+            for tensor in given or tables:
+                tensor.mul_(size)
+            output = trial.called(model, inputs)
+            for tensor in () if given else tables:
+                tensor.div_(size)
+        found |= outputs(output, f" at {size:g}")
+    return found
+
+
+def _plain(tree: Any) -> Any:
+    return dict(tree) if isinstance(tree, Mapping) else tree
+
+
+def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Tensors and numbers of a tree of outputs, with where they are; objects of other kinds are passed by."""
+    for path, leaf in tree_flatten_with_path(_plain(tree))[0]:
+        if isinstance(leaf, torch.Tensor | bool | int | float | str):
+            yield "".join(map(str, path)), leaf
+
+
+def floats(tree: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors of a tree."""
+    for _, leaf in leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            yield leaf
+
+
+def outputs(tree: Any, of: str = "") -> Observed:
+    """What a model returned, by name; ``of``: of which call."""
+    return {f"output{path}{of}": value for path, value in leaves(tree)}
+
+
+# ---- fp64 --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Within the block, new tensors are in fp64, and what is cast to another floating-point type is, too."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InDouble():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+class _InDouble(TorchFunctionMode):
+    """Casts to floating-point types that a model asks for lead to fp64: what is compared is the function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            return args[0].double()
+        if torch.dtype in map(type, args) or torch.dtype in map(type, kwargs.values()):
+            args, kwargs = map(_wider, args), {name: _wider(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wider(argument: Any) -> Any:
+    return torch.float64 if isinstance(argument, torch.dtype) and argument in _FLOATS else argument
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
