@@ -118,7 +118,7 @@ def _range(extents: Sequence[int]) -> str:
 def batch_of(inputs: Any, ops: Iterable[StepOp]) -> int:
     """Samples: the length of a list of images; or of the sizes that the inputs begin with, the second one of
     what may be time-first, and the length of a list of samples of different lengths, the first that divides
-    the rows of what the step multiplies. 0 where it is not known, as of a graph, whose nodes are no samples."""
+    the rows of what the step multiplies. 0 for a graph, whose nodes are no samples."""
     arguments: Any = inputs.values() if isinstance(inputs, Mapping) else inputs
     ragged: list[Any] = []
     # A tensor is no list of arguments; iterating over it would make a view of every row.

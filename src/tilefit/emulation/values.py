@@ -280,10 +280,12 @@ class Values:
         return [self._drawn_choice(name, call, known, *layout) for layout in layouts]
 
     def _holds(self) -> bool:
-        """What a comparison is answered by: no, as nothing is too large, or the best so far. Where it is asked
-        so often in one place that a loop may only end once it holds, as that of a solver that tries a smaller
-        step: yes. A loop *while* it holds is gone through once: it holds every other time, and after so many
-        times at random, for there may be two in that line."""
+        """What a comparison is answered by: no, as nothing is too large, or the best so far.
+
+        Where it is asked so often in one place that a loop may only end once it holds, as that of a solver
+        that tries a smaller step: yes. A loop *while* it holds is gone through once: it holds every other
+        time, and after so many times at random, for there may be two in that line.
+        """
         frame = asking()
         place = frame.f_code, frame.f_lineno
         self._asked[place] += 1
