@@ -837,6 +837,30 @@ for _ in range(4):
     assert len(products) == 2
 
 
+def test_a_model_that_copies_arrays_itself_has_a_batch(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import numpy, torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items, self.out = torch.nn.Embedding(100, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, seen):
+        return self.out(self.items(torch.LongTensor(seen).to("cuda")))
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    net(numpy.zeros((16, 20), dtype="int32")).sum().backward()
+    optimizer.step()
+""",
+    )
+    assert (step.batch, step.inputs) == (16, ("seen: int32[16,20]",))
+
+
 def test_a_solver_goes_one_step_to_each_of_many_times(tmp_path: Path) -> None:
     """A loop that goes on while a time is not reached ends, also if it has been asked very often."""
     step = _run(
