@@ -151,7 +151,8 @@ def _is_graph(tensor: torch.Tensor, nodes: int) -> bool:
     """Whether a tensor says which nodes are joined: each with each, or both ends of each edge."""
     sizes = tuple(tensor.shape)
     edges = tensor.dtype == torch.int64 and len(sizes) == 2 and sizes[0] == 2 != nodes
-    return nodes > 1 and (sizes == (nodes, nodes) or edges)
+    joined = tensor.is_floating_point() and sizes == (nodes, nodes)  # integers may be tokens
+    return nodes > 1 and (joined or edges)
 
 
 def _rows(entry: StepOp) -> int:

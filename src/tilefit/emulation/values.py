@@ -40,7 +40,7 @@ _DEEPEST = 30
 #: Comparisons in one place that are answered by no. A choice: more than a few steps of a large model have
 #: parameters, whose gradients may each be asked for their norm.
 _PATIENCE = 500
-_WHILE = re.compile(r"\s*while (?!not\b)")
+_WHILE = re.compile(r"\s*while (?!not\b)[^#]*[<>]")
 #: Elements up to which numbers are drawn for a choice to depend on.
 _MOST_DRAWN = 1 << 22
 
