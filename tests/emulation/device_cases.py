@@ -161,6 +161,17 @@ def _():
     return [each.is_coalesced() for each in (listed, listed.coalesce(), ordered, ordered.t())]
 
 
+@case("made of its parts")
+def _():
+    """As graph networks do whose attention gives the values of a sparse matrix, in functions of their own."""
+    edges, values = torch.tensor([[0, 1, 1], [2, 0, 3]]).cuda(), torch.rand(3, device="cuda")
+    graph = torch.sparse_coo_tensor(edges, values, (4, 4))
+    ends = [list(each._indices().shape) for each in (graph, graph.t())]
+    weight = torch.rand(3, device="cuda", requires_grad=True)
+    trained = raised(lambda: torch.sparse_coo_tensor(edges, weight, (4, 4)))[:36]
+    return [graph._nnz(), graph.is_coalesced(), ends, list((graph.t() @ gpu(4, 2)).shape), trained]
+
+
 @case("rows of a table")
 def _():
     """Trained by optimizers for sparse gradients: the table is never written as a whole."""

@@ -43,6 +43,7 @@ def _answers() -> dict[str, Any]:
         "mixing raises": "RuntimeError: Expected all tensors to be on the same device",
         "sparse sums are refused": "CaptureError: add.Tensor of a sparse tensor",
         "sparse product": ["cuda:0", [5, 2], [3, 2]],
+        "made of its parts": [3, False, [[2, 3], [2, 3]], [4, 2], "CaptureError: the gradient of a spar"],
         "made sparse": [[6, True, [5, 3]], [6, True, [5, 3]]],
         "coalesced": [False, True, True, False],
         "rows of a table": [*_ROWS, *_ROWS],

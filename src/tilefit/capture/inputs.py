@@ -118,7 +118,7 @@ def _range(extents: Sequence[int]) -> str:
 def batch_of(inputs: Any, ops: Iterable[StepOp]) -> int:
     """Samples: the length of a list of images; or of the sizes that the inputs begin with, the second one of
     what may be time-first, and the length of a list of samples of different lengths, the first that divides
-    the rows of what the step multiplies."""
+    the rows of what the step multiplies. 0 for a graph, whose nodes are no samples."""
     arguments: Any = inputs.values() if isinstance(inputs, Mapping) else inputs
     ragged: list[Any] = []
     # A tensor is no list of arguments; iterating over it would make a view of every row.
@@ -143,7 +143,16 @@ def batch_of(inputs: Any, ops: Iterable[StepOp]) -> int:
             flop[_rows(entry)] += entry.op.flop
     least = (1 - _LEAST_ROWS) * flop.total()
     fitting = (size for size in sizes if sum(n for rows, n in flop.items() if not rows % size) >= least)
-    return next(fitting, sizes[0] if sizes else 0)
+    batch = next(fitting, sizes[0] if sizes else 0)
+    return 0 if any(_is_graph(t, batch) for t in tensors(inputs)) and len(shapes) > 1 else batch
+
+
+def _is_graph(tensor: torch.Tensor, nodes: int) -> bool:
+    """Whether a tensor says which nodes are joined: each with each, or both ends of each edge."""
+    sizes = tuple(tensor.shape)
+    edges = tensor.dtype == torch.int64 and len(sizes) == 2 and sizes[0] == 2 != nodes
+    joined = tensor.is_floating_point() and sizes == (nodes, nodes)  # integers may be tokens
+    return nodes > 1 and (joined or edges)
 
 
 def _rows(entry: StepOp) -> int:

@@ -170,7 +170,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def inner(leaf: Any) -> Any:
             if isinstance(leaf, CudaTensor):
                 if leaf.entries is not None:
-                    raise _not_dense(f"{func.name().partition('::')[2]} of a sparse tensor")
+                    raise not_dense(f"{func.name().partition('::')[2]} of a sparse tensor")
                 outer[id(leaf.on_meta)] = leaf
                 return leaf.on_meta
             if isinstance(leaf, torch.Tensor):
@@ -284,7 +284,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         parts = _PARTS.get(tensor.layout)
         if parts is None:
-            raise _not_dense(f"a tensor of layout {tensor.layout}")
+            raise not_dense(f"a tensor of layout {tensor.layout}")
         for part in parts:
             self.copied(TO_GPU, getattr(tensor, part)(), non_blocking)
         compressed = tensor.layout != torch.sparse_coo
@@ -305,7 +305,8 @@ _PARTS = {
 }
 
 
-def _not_dense(what: str) -> CaptureError:
+def not_dense(what: str) -> CaptureError:
+    """What of sparse tensors is not known."""
     return CaptureError(
         f"{what} is not known of the emulated GPU, which only multiplies sparse matrices (COO, CSR)",
         hint="Run the program on a GPU: tilefit profile.",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilefit.emulation.device import WHOLE, Device, Rule
+from tilefit.emulation.device import WHOLE, Device, Rule, not_dense
 from tilefit.emulation.tensor import META, CudaTensor
 from tilefit.emulation.value import State, Value
 from tilefit.emulation.values import is_tensor, mapped
@@ -256,12 +256,21 @@ def _filled(
 
 
 @_rule("_sparse_coo_tensor_with_dims_and_tensors")
-def _made_of_rows(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Gradients of a table of embeddings: what is made of numbers and rows is no more than they are."""
+def _made_of_parts(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """A matrix, and gradients of a table of embeddings: what is made of numbers and of values, or of rows, is
+    no more than they are."""
     dims, _, shape, numbers, values = args
-    if dims != 1 or not isinstance(values, CudaTensor):
+    if dims > 2 or len(shape) < 2 or not isinstance(values, CudaTensor):
         return NotImplemented
-    return CudaTensor.of_rows(torch.Size(shape), numbers, values)
+    if dims == 1:
+        return CudaTensor.of_rows(torch.Size(shape), numbers, values)
+    if values.requires_grad and torch.is_grad_enabled():
+        raise not_dense("the gradient of a sparse matrix's values")
+    made = CudaTensor.of_entries(
+        torch.Size(shape), values.dtype, len(values), compressed=False, coalesced=False
+    )
+    made.parts = numbers, values
+    return made
 
 
 @_rule("_to_sparse _to_sparse_csr")
@@ -327,6 +336,7 @@ def _view_of_sparse(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented if turned else CudaTensor.of_rows(args[0].shape, *args[0].rows)
     made = CudaTensor(func(args[0].on_meta, *args[1:], **kwargs))
     made.entries, made.compressed, made.coalesced = args[0].entries, args[0].compressed, args[0].coalesced
+    made.parts = args[0].parts
     made.turned = args[0].turned ^ (func._overloadpacket.__name__ in ("t", "transpose"))
     return made
 

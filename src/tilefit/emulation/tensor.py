@@ -35,6 +35,7 @@ class CudaTensor(torch.Tensor):
         compressed, coalesced, turned: It is in CSR; its elements (COO) are in order, and each there once, or
             were before it was transposed.
         rows: Numbers and values of the rows that it has, if it is sparse by rows; ``on_meta`` is the values'.
+        parts: Numbers and values of the elements that the program has made it of.
     """
 
     on_meta: torch.Tensor
@@ -44,6 +45,7 @@ class CudaTensor(torch.Tensor):
     coalesced: bool = True
     turned: bool = False
     rows: tuple[torch.Tensor, torch.Tensor] | None = None
+    parts: tuple[torch.Tensor, torch.Tensor] | None = None
 
     #: Where no memory has an address yet.
     _free: ClassVar[int] = 0x7F00_0000_0000
@@ -132,10 +134,12 @@ class CudaTensor(torch.Tensor):
         return super()._nnz() if self.entries is None else self.entries
 
     def _indices(self) -> torch.Tensor:
-        return self.rows[0] if self.rows else super()._indices()
+        own = self.rows or self.parts
+        return (own[0].flip(0) if self.turned else own[0]) if own else super()._indices()
 
     def _values(self) -> torch.Tensor:
-        return self.rows[1] if self.rows else super()._values()
+        own = self.rows or self.parts
+        return own[1] if own else super()._values()
 
     def coalesce(self) -> torch.Tensor:
         """Each row or element once: they are sorted, counted, for which the host waits, and summed."""

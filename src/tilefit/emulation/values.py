@@ -8,12 +8,15 @@ then on an assumption, which whoever reads it is told of.
 
 from __future__ import annotations
 
+import linecache
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from random import Random
 from types import CodeType
 from typing import Any
 
@@ -37,6 +40,7 @@ _DEEPEST = 30
 #: Comparisons in one place that are answered by no. A choice: more than a few steps of a large model have
 #: parameters, whose gradients may each be asked for their norm.
 _PATIENCE = 500
+_WHILE = re.compile(r"\s*while (?!not\b)[^#]*[<>]")
 #: Elements up to which numbers are drawn for a choice to depend on.
 _MOST_DRAWN = 1 << 22
 
@@ -138,6 +142,7 @@ class Values:
 
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     _asked: Counter[tuple[CodeType, int]] = field(default_factory=Counter)
+    _coin: Random = field(default_factory=lambda: Random(0))
 
     # ---- one operation ---------------------------------------------------------------------------
 
@@ -256,7 +261,7 @@ class Values:
         """The results of an operation with numbers drawn for those that are not known."""
         shape = layouts[0][0]
         if name in _COMPARISONS and not shape:
-            return [torch.tensor(self._is_waited_for())]  # nothing is too large, or the best so far
+            return [torch.tensor(self._holds())]
         if name == "_to_copy" and isinstance(known[0], _Unknown) and layouts[0][1] != torch.bool:
             return [
                 torch.ones(shape, dtype=dtype) for shape, dtype in layouts
@@ -274,12 +279,20 @@ class Values:
             return results
         return [self._drawn_choice(name, call, known, *layout) for layout in layouts]
 
-    def _is_waited_for(self) -> bool:
-        """Whether a comparison is asked for so often in one place that a loop only ends once it holds, as
-        that of a solver that tries a smaller step; it holds there from then on."""
+    def _holds(self) -> bool:
+        """What a comparison is answered by: no, as nothing is too large, or the best so far.
+
+        Where it is asked so often in one place that a loop may only end once it holds, as that of a solver
+        that tries a smaller step: yes. A loop *while* it holds is gone through once: it holds every other
+        time, and after so many times at random, for there may be two in that line.
+        """
         frame = asking()
-        self._asked[frame.f_code, frame.f_lineno] += 1
-        return self._asked[frame.f_code, frame.f_lineno] > _PATIENCE
+        place = frame.f_code, frame.f_lineno
+        self._asked[place] += 1
+        is_late = self._asked[place] > _PATIENCE
+        if _WHILE.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno)):
+            return self._coin.random() < 0.5 if is_late else self._asked[place] % 2 == 1
+        return is_late
 
     def _stand(
         self, known: Value | _Unknown, draw: Callable[..., torch.Tensor], stands: dict[int, torch.Tensor]

@@ -188,3 +188,18 @@ for _ in range(9): step()
 """
     assert _run(tmp_path, code).ops
     assert kept.read_text() == "mine"
+
+
+def test_a_folder_that_a_library_makes_in_c_is_made_elsewhere(tmp_path: Path) -> None:
+    """As LMDB's: one that is there is read, where it is."""
+    (tmp_path / "lmdb.py").write_text("def open(path, **options):\n    return path\n")
+    (tmp_path / "there").mkdir()
+    code = f"""
+import lmdb
+os.chdir({str(tmp_path)!r})
+assert not lmdb.open("cache").startswith({str(tmp_path)!r}) and lmdb.open("cache") != "cache"
+assert lmdb.open("there", readonly=True) == "there"
+for _ in range(4):
+    step()
+"""
+    assert _run(tmp_path, code).ops

@@ -837,6 +837,59 @@ for _ in range(4):
     assert len(products) == 2
 
 
+def test_a_model_that_copies_arrays_itself_has_a_batch(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import numpy, torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items, self.out = torch.nn.Embedding(100, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, seen):
+        return self.out(self.items(torch.LongTensor(seen).to("cuda")))
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    net(numpy.zeros((16, 20), dtype="int32")).sum().backward()
+    optimizer.step()
+""",
+    )
+    assert (step.batch, step.inputs) == (16, ("seen: int32[16,20]",))
+
+
+def test_a_solver_goes_one_step_to_each_of_many_times(tmp_path: Path) -> None:
+    """A loop that goes on while a time is not reached ends, also if it has been asked very often."""
+    step = _run(
+        tmp_path,
+        """
+import torch
+net = torch.nn.Linear(2048, 2048).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def solved(x, times):
+    now = net(x).abs().max()
+    for until in times:
+        while until > now:
+            x = x + net(x)
+            now = now + x.abs().max()
+    return x
+
+with torch.no_grad():
+    solved(torch.randn(8, 2048, device="cuda"), torch.linspace(0, 1, 600).cuda())
+for _ in range(4):
+    optimizer.zero_grad()
+    solved(torch.randn(8, 2048, device="cuda"), torch.linspace(0, 1, 40).cuda()).sum().backward()
+    optimizer.step()
+""",
+    )
+    products = [entry for entry in step.ops if entry.op.multiplies and entry.phase == "forward"]
+    assert 10 <= len(products) <= 160
+
+
 def test_a_loss_of_ones_own_with_buffers_is_no_model(tmp_path: Path) -> None:
     """As of DETR and DINO, whose losses are modules with weights of classes, or a center."""
     step = _run(

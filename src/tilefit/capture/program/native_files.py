@@ -44,6 +44,7 @@ def _placed(function: Any, scratch: Callable[[], Scratch], position: int, argume
         path = args[position] if len(args) > position else kwargs.get(argument)
         if isinstance(path, str | os.PathLike) and os.fspath(path) not in _NONE:
             mode = str((*args[position + 1 :], kwargs.get("mode", "r"))[0]) if how == "mode" else how
+            mode = ("r" if os.path.exists(path) else "w") if how == "made" else mode
             place = scratch().place(path, mode.strip("bt") != "r", mode[0] != "w")
             if len(args) > position:
                 args = (*args[:position], place, *args[position + 1 :])

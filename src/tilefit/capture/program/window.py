@@ -322,4 +322,10 @@ def _named(module: nn.Module, args: Any, kwargs: Any) -> Any:
     flat: dict[str, Any] = {}
     for name, value in bound.items():
         flat.update(value if isinstance(value, dict) and name not in ("args",) else {name: value})
-    return tree_map(untransformed, flat)
+    return tree_map(lambda value: untransformed(_of_array(value)), flat)
+
+
+def _of_array(value: Any) -> Any:
+    """What is an array of NumPy's, and is copied by the model itself, as a tensor."""
+    is_array = type(value).__name__ == "ndarray" and value.dtype.kind in "biuf"
+    return torch.as_tensor(value) if is_array else value
