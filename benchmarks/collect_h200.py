@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import fcntl
 import gzip
 import itertools
 import json
@@ -35,7 +34,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,6 +66,7 @@ from tilefit.ops import (
 )
 
 L2_SHARE = 48 << 20  # operands below this many bytes are also timed warm
+WARM_CALLS = 3
 BATCH_S = 1.5  # predicted GPU time of one profiler session
 BATCH_SHAPES = 400
 RESULT_FIELDS = (
@@ -141,11 +141,11 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Measure some cases in one profiler session; a row each."""
     plan: list[tuple[Case, int, int, str]] = []  # case, cold calls, warm calls, error
-    with alone, session() as running:
+    with session() as running, alone:
         for case in cases:
             guess = guess_s(case.op)
             cold = 6 if guess < 3e-4 else 4 if guess < 2e-3 else 3
-            warm = 3 if case.op.moved_bytes < L2_SHARE and not case.elapsed else 0
+            warm = WARM_CALLS if case.op.moved_bytes < L2_SHARE and not case.elapsed else 0
             done, error = 0, ""
             try:
                 call = case.build(pool)
@@ -160,6 +160,8 @@ def measure(
             except (RuntimeError, TilefitError, ValueError, TypeError) as failure:
                 error = " ".join(f"{type(failure).__name__}: {failure}".split())[:160]
             plan.append((case, cold, warm, error) if not error else (case, done, 0, error))
+        if pool.device.type == "cuda":
+            torch.cuda.synchronize()  # before another process has its turn
     results = running.results()
     position = 0
     for case, cold, warm, error in plan:
@@ -185,22 +187,6 @@ def measure(
             if case.elapsed:
                 row["elapsed_us"] = elapsed_us(case.build(pool), pool.device)
         yield row
-
-
-def rehearse(cases: Sequence[Case], pool: Pool) -> None:
-    """Run each case once, so that the library has chosen its kernels before another process must wait."""
-    for case in cases:
-        with suppress(RuntimeError, TilefitError, ValueError, TypeError):  # measuring it will report it
-            case.build(pool)()
-    torch.cuda.synchronize()
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """While other processes keep out of the block."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def elapsed_us(call: Callable[[], object], device: torch.device, calls: int = 3) -> float:
@@ -419,10 +405,7 @@ def run_profiled(
         if time.monotonic() - began > args.budget_s:
             break
         try:
-            if args.lock:
-                rehearse(group, pool)
-            alone = locked(args.lock) if args.lock else nullcontext()
-            rows = list(measure(group, pool, session, clocks, alone))
+            rows = list(measure(group, pool, session, clocks, nullcontext()))
         except TilefitError as error:  # the profiler lost records: this session's shapes are gone
             lost += len(group)
             print(f"session lost: {error}", file=sys.stderr)
@@ -727,9 +710,6 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--limit", type=int, default=0, help="stop after this many shapes")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--lock", type=Path, help="file that keeps processes on one GPU from measuring at once"
-    )
     parser.add_argument("--pool-bytes", type=int, default=0, help="size of a ring of random data")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -28,7 +28,17 @@ from kernels import main_kernel, parse
 
 PARTS = ("gemm", "conv", "attention", "streaming", "recurrent")
 DROPPED = ("out_dtype", "ld_b", "packed", "proj_size", "error", "high_us", "low_us", "calls", "all_kernels")
-IMPLIED = ("role", "elements", "read_bytes", "write_bytes", "flop_per_element", "inner", "strided", "name")
+IMPLIED = (
+    "role",
+    "elements",
+    "read_bytes",
+    "write_bytes",
+    "flop_per_element",
+    "inner",
+    "strided",
+    "name",
+    "function",
+)
 TEXTS = ("dtype", "layout", "direction", "source", "name", "benchmark", "mode", "kernel", "family")
 FLAGS = ("bias", "channels_last", "is_causal", "strided", "bidirectional")
 HELD_OUT = (8, 5)  # one family in 8: those whose checksum leaves 5 (which gives 10 to 14 % of every part)

@@ -243,7 +243,7 @@ def test_a_calibration_that_ships_on_top_of_a_donors(tmp_path: Path) -> None:
     h100 = priced("h100")
     assert h100.donor is None
     assert h100.before == left_out(h100)
-    assert h100.calibration_title == "measured by tilefit's authors, 2026-11-23"
+    assert h100.calibration_title == "measured by tilefit's authors, 2026-11-26"
     assert h100.common_spread == 0.0
     assert h100.launch_scale == 1.0
     stream, heads = (
