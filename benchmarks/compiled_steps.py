@@ -179,6 +179,40 @@ def eager(model: Measured) -> dict[str, Any]:
         model.run, model.turns, model.once = compiled
 
 
+def optimizers(model: Measured) -> Callable[[], dict[str, float]]:
+    """Compile the step of a model's optimizer; what is returned tells the host's milliseconds of a step of
+    several optimizers, and of ``zero_grad``."""
+    parameters = [*model.model.parameters()]
+    made = {
+        "foreach": torch.optim.AdamW(parameters, lr=1e-6, foreach=True),
+        "fused": torch.optim.AdamW(parameters, lr=1e-6, fused=True),
+        "sgd": torch.optim.SGD(parameters, lr=1e-6, momentum=0.9),
+    }
+    steps = {name: each.step for name, each in made.items()}
+    steps["compiled"] = torch.compile(
+        torch.optim.AdamW(parameters, lr=1e-6, capturable=model.device == "cuda").step
+    )
+
+    def graded() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        model.synchronize()
+
+    def spent_ms(call: Callable[[], Any]) -> float:
+        graded()
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    def timed() -> dict[str, float]:
+        calls = {**steps, "zero_grad": made["fused"].zero_grad}
+        return {name: statistics.median(spent_ms(call) for _ in range(15)) for name, call in calls.items()}
+
+    for step in steps.values():
+        spent_ms(step)
+    return timed
+
+
 def work(run: Run, device: str, turns: int) -> None:
     """Compile, say so, wait for a line, and print the row."""
     from torch._dynamo.utils import counters
@@ -195,12 +229,14 @@ def work(run: Run, device: str, turns: int) -> None:
         model.synchronize()
 
     patiently(warm)
+    of_optimizers = optimizers(model) if run.label.endswith("parameters") else None
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
     compile_s = time.perf_counter() - start
     with when_called():
         times(model, turns)
+        row_of_optimizers = of_optimizers() if of_optimizers else None
         beside = eager(model)  # before the profiler, which slows the host from then on
         model.look_inside()
         row = {"model": run.label, **run.sizes, "arguments": run.arguments, **model.row()}
@@ -208,6 +244,7 @@ def work(run: Run, device: str, turns: int) -> None:
         row["unique_graphs"] = counters["stats"]["unique_graphs"]
         row["graph_breaks"] = {reason[:200]: n for reason, n in counters["graph_break"].items()}
         row["graphs"] = graphs
+        row["optimizers_ms"] = row_of_optimizers
         print(ROW + json.dumps({**row, "eager": beside}), flush=True)
         model.run = model.model
         model.look_inside()

@@ -190,7 +190,12 @@ PREDICTED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
 ]
 #: Those that are to set what calls take of the host.
 SETTING: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
-    (f"{CALLS}:{name}", {}, False, {}) for name in ("kernels", "products", "convolutions", "attentions")
+    (f"{CALLS}:{name}", {}, False, {})
+    for name in (
+        "kernels plain_kernels many_kernels parameters many_parameters inputs many_inputs modules "
+        "many_modules products shared_products convolutions shared_convolutions depthwise convolutions_1d "
+        "dilated_1d attentions breaks left scans scans_of_rows long_scans near nearer"
+    ).split()
 ]
 
 #: Forward passes of one sample.
@@ -390,6 +395,7 @@ class Measured:
                 self.step()
             self.synchronize()
             sustained.append(1e3 * (time.perf_counter() - start) / steps)
+        after_ms = 1e3 * REFERENCE_STEP_S * launch_scale(torch.device(self.device))
         self.turns.append(
             {
                 "wall_ms": statistics.median(times),
@@ -401,6 +407,7 @@ class Measured:
                     for part in zip(*(map(sub, p[1:], p) for p in launched), strict=True)
                 ],
                 "reference_ms": reference_ms,
+                "after_ms": after_ms,
             }
         )
         if self.device == "cuda":
@@ -447,7 +454,9 @@ class Measured:
             "sustained_ms": min(turn["sustained_ms"] for turn in self.turns),
             "host_ms": [min(parts) for parts in zip(*(turn["host_ms"] for turn in self.turns), strict=True)],
             "sustained_turns_ms": [turn["sustained_ms"] for turn in self.turns],
+            "host_turns_ms": [turn["host_ms"] for turn in self.turns],
             "reference_turns_ms": [turn["reference_ms"] for turn in self.turns],
+            "after_turns_ms": [turn["after_ms"] for turn in self.turns],
             **self.once,
         }
 
