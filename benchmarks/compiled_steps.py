@@ -181,6 +181,20 @@ def eager(model: Measured) -> dict[str, Any]:
         model.run, model.turns, model.once = compiled
 
 
+def host_profile(model: Measured) -> list[tuple[str, int, float]]:
+    """What PyTorch's profiler names on the host in one step: name, times, microseconds; the longest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        model.step()
+        model.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profiler.events():
+        into = found.setdefault(event.name[:80], [0, 0.0])
+        into[0] += 1
+        into[1] += event.time_range.elapsed_us()
+    longest = sorted(found.items(), key=lambda item: -item[1][1])[:60]
+    return [(name, int(times), round(us, 1)) for name, (times, us) in longest]
+
+
 def optimizers(model: Measured) -> Callable[[], dict[str, float]]:
     """Compile the step of a model's optimizer; what is returned tells the host's milliseconds of a step of
     several optimizers, and of ``zero_grad``."""
@@ -242,11 +256,13 @@ def work(run: Run, device: str, turns: int) -> None:
         row_of_optimizers = of_optimizers() if of_optimizers else None
         beside = eager(model)  # before the profiler, which slows the host from then on
         model.look_inside()
+        found = host_profile(model)
         row = {"model": run.label, **run.sizes, "arguments": run.arguments, **model.row()}
         row["compile_s"] = round(compile_s, 1)
         row["unique_graphs"] = counters["stats"]["unique_graphs"]
         row["graph_breaks"] = {reason[:200]: n for reason, n in counters["graph_break"].items()}
         row["graphs"] = graphs
+        row["host_profile"] = found
         row["optimizers_ms"] = row_of_optimizers
         print(ROW + json.dumps({**row, "eager": beside}), flush=True)
         model.run = model.model
