@@ -435,7 +435,7 @@ class Session:
 
 
 def foresee(name: str) -> dict[str, Any]:
-    """Predictions of the steps that were measured later, for hosts of several speeds.
+    """Predictions of the steps that were measured later, for hosts of several speeds; those of before stay.
 
     Args:
         name: Of the GPU.
@@ -443,8 +443,9 @@ def foresee(name: str) -> dict[str, Any]:
     gpu = priced(name)
     known = runs(False, True)
     before = len(MODELS) + len(COMPILED)
-    rows = []
-    for run in known[before : before + len(PREDICTED)]:
+    rows = json.loads(FORESEEN.read_text())["rows"]
+    made = {row["model"] for row in rows}
+    for run in [run for run in known[before : before + len(PREDICTED)] if run.label not in made]:
         found = [predicted(run, gpu, scale) for scale in SCALES]
         first = found[0]
         row = {"model": run.label, "gpu_ms": first["predicted_gpu_ms"], "gib": first["predicted_gib"]}

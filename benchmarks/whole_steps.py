@@ -59,6 +59,7 @@ from tilefit.options import TargetOptions
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 FURTHER = Path(__file__).resolve().parent / "compiled_models.py"
 UNSEEN = Path(__file__).resolve().parent / "unseen_models.py"
+LATER = Path(__file__).resolve().parent / "later_models.py"
 CALLS = Path(__file__).resolve().parent / "compiled_calls.py"
 
 #: Target, sizes, channels-last.
@@ -187,6 +188,31 @@ PREDICTED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
     (f"{UNSEEN}:bags", {}, False, {}),
     (f"{UNSEEN}:pairs", {}, False, {}),
     (f"{UNSEEN}:policy", {}, False, {}),
+    # From here on after those before had set what the host takes.
+    ("timm:repvgg_a0", {"batch": 128}, False, {}),
+    ("timm:res2net50_26w_4s", {"batch": 64}, False, {}),
+    ("timm:gmlp_s16_224", {"batch": 64}, False, {}),
+    ("timm:pit_s_224", {"batch": 64}, False, {}),
+    ("torchvision:mc3_18", {"batch": 8}, False, {}),
+    ("hf:roformer", {"batch": 16, "seq": 384}, False, {"num_hidden_layers": 4}),
+    (
+        "hf:phi",
+        {"batch": 4, "seq": 1024},
+        False,
+        {**_DECODER, "num_hidden_layers": 4, "intermediate_size": 4096},
+    ),
+    (f"{LATER}:captions", {}, False, {}),
+    (f"{LATER}:sound", {}, False, {}),
+    (f"{LATER}:splines", {}, False, {}),
+    (f"{LATER}:latents", {}, False, {}),
+    (f"{LATER}:hashed", {}, False, {}),
+    (f"{LATER}:sessions", {}, False, {}),
+    (f"{LATER}:triplets", {}, False, {}),
+    (f"{LATER}:states", {}, False, {}),
+    (f"{LATER}:twins", {}, False, {}),
+    (f"{LATER}:adapted", {}, False, {}),
+    (f"{LATER}:quantised", {}, False, {}),
+    (f"{LATER}:diffusion", {}, False, {}),
 ]
 #: Those that are to set what calls take of the host.
 SETTING: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [

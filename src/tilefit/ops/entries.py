@@ -73,6 +73,7 @@ class StepOp:
         inputs, outputs: The tensors it reads and writes.
         recomputed: It repeats a forward operation (activation checkpointing).
         replayed: It runs within a CUDA graph that the program captured and replays.
+        eager: It runs by itself, though the model is compiled.
     """
 
     op: Op
@@ -83,6 +84,7 @@ class StepOp:
     outputs: tuple[TensorRef, ...] = ()
     recomputed: bool = False
     replayed: bool = False
+    eager: bool = False
 
     @property
     def parameter(self) -> str:
