@@ -520,6 +520,8 @@ def pack(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         row["graph_breaks"] = sum(row["graph_breaks"].values())
         row["channels_last"] = [graph["channels_last"] for graph in graphs if not graph["backward"]]
         row["eager"] = {key: eager.get(key) for key in ("gpu_ms", "sustained_ms", "failure") if key in eager}
+        row["scheduled"] = [sum(kernel[-1] for kernel in graph["kernels"]) for graph in graphs]
+        row.pop("host_profile", None)
         del row["sustained_turns_ms"]
         lines.append(row)
     inside = ",\n".join(json.dumps(line) for line in lines)
