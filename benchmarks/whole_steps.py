@@ -299,9 +299,7 @@ def launches(step: Step, gpu: Gpu) -> dict[str, dict[str, int]]:
     return {
         part: {
             "operations": len(entries),
-            "kernels": sum(
-                launch(entry.op, entry.phase, gpu, step.settings).kernels - 1 for entry in entries
-            ),
+            "kernels": sum(launch(entry, gpu, step.settings).kernels - 1 for entry in entries),
             "modules": sum(1 for _ in groupby(entries, lambda entry: entry.site.module)),
             "parameters": sum(parameter.trainable for parameter in step.parameters.values()),
         }

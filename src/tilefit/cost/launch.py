@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from tilefit.cost.kinds import ByKind
 from tilefit.gpus import Gpu
-from tilefit.ops import FORWARD, OPTIMIZER, Op, Settings, Step, StepOp, Streaming
+from tilefit.ops import FORWARD, OPTIMIZER, Settings, Step, StepOp, Streaming
 from tilefit.ops.streaming import CONTIGUOUS
 
 #: The training step of :func:`tilefit.measure.launch.reference_step` on such a host. Measured beside the 20
@@ -123,15 +124,17 @@ class Launch(NamedTuple):
     host_s: float
 
 
-def launch(op: Op, phase: str, gpu: Gpu, settings: Settings) -> Launch:
+def launch(entry: StepOp, gpu: Gpu, settings: Settings) -> Launch:
     """What it takes to launch an operation."""
+    op, phase = entry.op, entry.phase
+    settings = replace(settings, compiled=settings.compiled and not entry.eager)
     kernels, host_s = launches[type(op)](op, phase, gpu, settings)
     if host_s is not None:
         return Launch(kernels, host_s)
     if phase == OPTIMIZER:
         return Launch(kernels, OPTIMIZER_S)
     if settings.compiled:
-        return Launch(kernels, COMPILED_CALL_S + KERNEL_S * (kernels - 1))
+        return Launch(kernels, COMPILED_CALL_S + KERNEL_S * (launched(entry, gpu) - 1))
     if isinstance(op, Streaming) and op.function == CONTIGUOUS:  # within the call of another
         return Launch(kernels, KERNEL_S * kernels)
     # All kinds alike: a call alone takes nearly the same time, whatever it calls.

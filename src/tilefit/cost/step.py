@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import hypot
 from typing import NamedTuple
@@ -185,7 +184,6 @@ def _with_launches(
     kernels and before the next too."""
     begun: set[str] = set()
     launches_s, with_idle_s = [], []
-    by_itself = replace(step.settings, compiled=False)
     wrappers_s = _of_wrappers(step)
     for index, (entry, around, time_s) in enumerate(zip(step.ops, around_s(step), times_s, strict=True)):
         part = entry.phase.partition("-")[0]
@@ -194,7 +192,7 @@ def _with_launches(
         # The loss and the optimizer are outside of the graphs of a model's parts.
         of_parts = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
         replayed = entry.replayed or of_parts
-        kernels, launch_s = launch(entry.op, entry.phase, device, by_itself if entry.eager else step.settings)
+        kernels, launch_s = launch(entry, device, step.settings)
         launch_s, idle_s = (GRAPHED_S, GRAPHED_S) if replayed else (launch_s, IDLE_S * kernels)
         launches_s.append(around + first_s + launch_s + wrappers_s[index])
         with_idle_s.append(time_s + idle_s)
