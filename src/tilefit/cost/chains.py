@@ -21,9 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from math import prod
 
-from tilefit.cost.lowering import ADDING, Value, bytes_of, is_generated, is_scattered
+from tilefit.cost.lowering import ADDING, Value, is_generated, is_scattered
 from tilefit.cost.streaming import BY_FUNCTION
 from tilefit.ops import FORWARD, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
@@ -115,7 +114,7 @@ class Chains:
                     into.reads.setdefault(root, {}).update(readers)
                 self.of.update(dict.fromkeys(chain.members, into))
                 chain.members = []
-            seen.update((key, into) for key in keys if prod(self.refs[key[2]].shape) == elements)
+            seen.update((key, into) for key in keys if self.refs[key[2]].elements == elements)
 
     def _position(self, writer: int) -> int:
         """Where what an operation writes is there."""
@@ -171,14 +170,14 @@ class Chains:
             if "backward" in op.function and op.role == "normalization":
                 value = self.normalised.get(value, value)
             # A broadcast view is larger than what is read of it.
-            size = min(bytes_of(ref), op.read_bytes)
+            size = min(ref.bytes, op.read_bytes)
             needs[value] = {value: size} if op.role == "pooling" else self.roots(value, size)
         chain = self.of[index] = self._join(index, entry, needs)
         chain.members.append(index)
         if chain.escape < 0:
             chain.position = index
         if adds_across(op) or op.function in ADDING:
-            chain.sums.update((ref.id, prod(ref.shape) * adds_across(op)) for ref in entry.outputs)
+            chain.sums.update((ref.id, ref.elements * adds_across(op)) for ref in entry.outputs)
         elif made_of := list(self._sums_of(chain, needs)):
             chain.sums.update((ref.id, max(made_of)) for ref in entry.outputs)
         for value, roots in needs.items():
@@ -197,7 +196,7 @@ class Chains:
         """Keep the normalised input where what it is made of is no smaller."""
         ref, writer = self.sources[index][0]
         size = op.elements * size_bytes("fp32")
-        if sum(self.roots((writer, ref.id), bytes_of(ref)).values()) >= size:
+        if sum(self.roots((writer, ref.id), ref.bytes).values()) >= size:
             kept = (index, -1 - index)
             self.refs[kept] = TensorRef(kept[1], ref.shape, "fp32")
             self.normalised[writer, ref.id] = kept
@@ -238,12 +237,12 @@ class Chains:
             if op.role == "normalization" and read in self.normalised:
                 roots = {self.normalised[read]: op.elements * size_bytes("fp32")}
                 break
-            least = min(bytes_of(ref), op.read_bytes)
+            least = min(ref.bytes, op.read_bytes)
             for root, root_size in self.roots(read, least, most - 1, known).items():
                 roots[root] = max(root_size, roots.get(root, 0))
         if dropped:
-            roots[writer, outputs[-1].id] = bytes_of(outputs[-1])
-        if sum(roots.values()) <= size + bytes_of(self.refs[value]):
+            roots[writer, outputs[-1].id] = outputs[-1].bytes
+        if sum(roots.values()) <= size + self.refs[value].bytes:
             known[value] = roots
         return known[value]
 

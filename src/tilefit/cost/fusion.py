@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import prod
 
 from tilefit.cost.chains import Chain, Chains, adds_across
 from tilefit.cost.kept import memory
-from tilefit.cost.lowering import ADDING, Value, bytes_of, flop_of, lowered, padded
+from tilefit.cost.lowering import ADDING, Value, flop_of, lowered, padded
 from tilefit.cost.streaming import BY_FUNCTION, GENERATED
 from tilefit.cost.uncompiled import marked
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
@@ -90,29 +89,25 @@ def _scans_across(entry: StepOp, op: Streaming) -> bool:
 
 def _apart(sizes: Collection[int], refs: Iterable[TensorRef]) -> int:
     """Bytes beside their own that are moved for tensors of so many elements, each of which is an access."""
-    return sum(
-        prod(ref.shape) * (_APART_BYTES - size_bytes(ref.dtype)) for ref in refs if prod(ref.shape) in sizes
-    )
+    return sum(ref.elements * (_APART_BYTES - size_bytes(ref.dtype)) for ref in refs if ref.elements in sizes)
 
 
 def _second_pass(chains: Chains, chain: Chain, index: int) -> tuple[int, float]:
     """Bytes moved and FLOP before a norm can go on from its statistics: what its inputs are made of is
     read and computed once more, or the inputs are, which then are written."""
-    before, open_ = {index}, [index]
-    direct = 0
+    before: set[int] = set()
+    open_ = [index]
     while open_:
-        for ref, writer in chains.sources[reader := open_.pop()]:
-            inside = chains.of.get(writer) is chain
-            direct += (
-                (reader == index) * bytes_of(ref) * (1 + (inside and (writer, ref.id) not in chains.written))
-            )
-            if inside and writer not in before:
-                before.add(writer)
-                open_.append(writer)
-    roots = sum(
-        max(sizes) for readers in chain.reads.values() if (sizes := [readers[i] for i in before & {*readers}])
+        made = {writer for _, writer in chains.sources[open_.pop()] if chains.of.get(writer) is chain}
+        open_ += made - before
+        before |= made
+    direct = sum(
+        ref.bytes * (1 + (writer in before and (writer, ref.id) not in chains.written))
+        for ref, writer in chains.sources[index]
     )
-    flop = sum(flop_of(chains.streaming(each)) for each in before - {index})
+    readers = {index, *before}
+    roots = sum(max((each[i] for i in readers & {*each}), default=0) for each in chain.reads.values())
+    flop = sum(flop_of(chains.streaming(each)) for each in before)
     return (roots, flop) if roots <= direct else (direct, 0.0)
 
 
@@ -130,7 +125,7 @@ def _kernel(chains: Chains, chain: Chain) -> StepOp:
         for ref in entry.outputs:
             if (index, ref.id) in chains.written:
                 outputs[ref.id] = ref
-                write_bytes += min(bytes_of(ref), op.write_bytes)
+                write_bytes += min(ref.bytes, op.write_bytes)
         if (index, -1 - index) in chains.written:
             outputs[-1 - index] = chains.refs[index, -1 - index]
             write_bytes += op.elements * size_bytes("fp32")
@@ -138,9 +133,9 @@ def _kernel(chains: Chains, chain: Chain) -> StepOp:
             again_bytes, again_flop = _second_pass(chains, chain, index)
             read_bytes += again_bytes
             flop += again_flop
-    if scanned := [op.elements for entry, op in members if _scans_across(entry, op)]:
-        read_bytes += _apart(scanned, (chains.refs[value] for value in chain.reads))
-        write_bytes += _apart(scanned, outputs.values())
+    scanned = {op.elements for entry, op in members if _scans_across(entry, op)}
+    read_bytes += _apart(scanned, (chains.refs[value] for value in chain.reads))
+    write_bytes += _apart(scanned, outputs.values())
     parts = [op for _, op in members]
     # Each part of what many are joined to is written by a kernel, each table added to by another.
     joined = [len(entry.inputs) for entry, op in members if op.function in ("cat", "stack")]

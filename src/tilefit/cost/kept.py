@@ -14,7 +14,7 @@ from dataclasses import replace
 from tilefit import gpus
 from tilefit.cost.chains import Chain, Chains
 from tilefit.cost.conv_kernels import workspace_bytes
-from tilefit.cost.lowering import Value, bytes_of, padding
+from tilefit.cost.lowering import Value, padding
 from tilefit.ops import FORWARD, OPTIMIZER, Conv, Memory, Step
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.peaks import fullest
@@ -87,7 +87,7 @@ def _lives(chains: Chains) -> tuple[dict[int, dict[Value, int]], dict[Value, int
             continue
         for value in [(index, ref.id) for ref in entry.outputs] + [(index, -1 - index)]:
             if value in chains.refs and (chain is None or value in chains.written):
-                made.setdefault(position, {})[value] = bytes_of(chains.refs[value])
+                made.setdefault(position, {})[value] = chains.refs[value].bytes
         for pad in padding(entry, chains.sources[index])[1]:
             # Each of the two graphs makes its own, where it can in the kernel that makes the operand.
             graph = entry.phase == FORWARD
@@ -111,8 +111,8 @@ def _saved(chains: Chains, value: Value, reader: Chain | None) -> Collection[Val
     if not made or chains.streaming(writer).function.strip("_") not in again:
         return (value,)
     ref, source = chains.sources[writer][0]
-    roots = chains.roots((source, ref.id), bytes_of(ref))
-    return roots if sum(roots.values()) <= bytes_of(chains.refs[value]) else (value,)
+    roots = chains.roots((source, ref.id), ref.bytes)
+    return roots if sum(roots.values()) <= chains.refs[value].bytes else (value,)
 
 
 def _while_updating(step: Step) -> Iterator[int]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 from tilefit.cost.streaming import BY_FUNCTION
 from tilefit.cost.tiles import round_up
@@ -90,9 +89,7 @@ def lowered(step: Step) -> Iterator[StepOp]:
             yield replace(entry, op=replace(op, channels_last=last, bias=False))
             if op.bias and entry.phase == FORWARD and entry.outputs:  # is added in place, with what follows
                 out = entry.outputs[0]
-                bias = Streaming(
-                    "pointwise", prod(out.shape), bytes_of(out), bytes_of(out), out.dtype, function=BIAS
-                )
+                bias = Streaming("pointwise", out.elements, out.bytes, out.bytes, out.dtype, function=BIAS)
                 yield replace(entry, op=bias, name="aten.add", inputs=(out,))
         else:
             yield entry
@@ -114,11 +111,6 @@ def _is_left(op: Op) -> bool:
     return op.function in _LEFT_TO_ATEN or (function == "index_add" and op.dtype == "bf16")
 
 
-def bytes_of(ref: TensorRef) -> int:
-    """Of a tensor."""
-    return prod(ref.shape) * size_bytes(ref.dtype)
-
-
 def is_scattered(op: Streaming) -> bool:
     """Its kernel looks into windows, which is done once: sums and norms are not fused with it."""
     return op.role == "pooling" and "backward" in op.function
@@ -136,7 +128,7 @@ def _with_offsets(entry: StepOp, op: Streaming) -> StepOp:
     sides = []
     for refs in (entry.inputs, entry.outputs):
         narrow = tuple(replace(ref, dtype="int8") if ref.dtype == "int64" else ref for ref in refs)
-        sides.append((narrow, sum(map(bytes_of, refs)) - sum(map(bytes_of, narrow))))
+        sides.append((narrow, sum(ref.bytes for ref in refs) - sum(ref.bytes for ref in narrow)))
     (inputs, read), (outputs, written) = sides
     op = replace(op, read_bytes=op.read_bytes - read, write_bytes=op.write_bytes - written)
     return replace(entry, op=op, inputs=inputs, outputs=outputs)
@@ -151,18 +143,18 @@ def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator
     """
     table = entry.outputs[0]
     from_nothing = "backward" in op.function
-    grad = max(entry.inputs, key=bytes_of) if from_nothing else entry.inputs[-1]
+    grad = max(entry.inputs, key=lambda ref: ref.bytes) if from_nothing else entry.inputs[-1]
     tables = _CORNERS.get(op.function.split("_")[1], 1)
-    elements = prod(grad.shape) * tables
+    elements = grad.elements * tables
     interpolated = "upsample" in op.function
     size = size_bytes("fp32" if interpolated else table.dtype)
-    made = prod(table.shape) * size * tables
+    made = table.elements * size * tables
     # Several tables are read by who adds them up, beside the one that it reads as the result.
     source = entry.inputs[:1] if given and not from_nothing else ()
     read = made if source else made - made // tables
-    clear = Streaming("pointwise", prod(table.shape), read, made, table.dtype)
+    clear = Streaming("pointwise", table.elements, read, made, table.dtype)
     yield replace(entry, op=clear, name="aten.zeros", inputs=source, outputs=())
-    rows = max((prod(ref.shape) for ref in entry.inputs if ref.dtype.startswith("int")), default=1)
+    rows = max((ref.elements for ref in entry.inputs if ref.dtype.startswith("int")), default=1)
     stores = entry.phase == FORWARD and not op.function.endswith("_add")  # most likely
     if interpolated:
         work = _SCATTERED_WORK if strided else _ADDED_WORK
@@ -170,7 +162,7 @@ def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator
         work = 1.0
     elif elements >= _SHORT_ROW * rows:
         work = _ADDED_WORK
-    elif elements >= _CONTENDED * prod(table.shape):
+    elif elements >= _CONTENDED * table.elements:
         work = _CONTENDED_WORK
     else:
         work = _NARROW_WORK if size_bytes(table.dtype) < size_bytes("fp32") else _SCATTERED_WORK
@@ -196,7 +188,7 @@ def _in_autocast_type(step: Step) -> Iterable[StepOp]:
         source = step.ops[writer] if writer >= 0 else step.ops[index]
         after = casts.setdefault(writer if writer >= 0 else index - 1, {})
         if (writer, ref.id) not in after:
-            elements = prod(ref.shape)
+            elements = ref.elements
             copy = Streaming("copy", elements, 4 * elements, 2 * elements, "fp32", function="_to_copy")
             made = replace(ref, id=fresh, dtype=narrow_type)
             after[writer, ref.id] = StepOp(copy, source.phase, source.site, "aten._to_copy", (ref,), (made,))
@@ -257,7 +249,7 @@ def padding(entry: StepOp, sources: tuple[tuple[TensorRef, int], ...]) -> tuple[
     if not grown:
         return gemm, []
     padded = replace(gemm, ld_a=0, ld_b=0, **grown)  # type: ignore[arg-type]
-    operands = [(prod(ref.shape), (writer, ref.id)) for ref, writer in sources]
+    operands = [(ref.elements, (writer, ref.id)) for ref, writer in sources]
     pads = []
     for first, second in (("m", "k"), ("k", "n")):
         if grown.keys() & {first, second}:

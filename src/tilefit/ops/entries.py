@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from tilefit.ops.base import Op
+from tilefit.ops.dtypes import size_bytes
 
 #: Values of :attr:`Fallback.reason`.
 DIMENSIONS, MASK = "dimensions", "mask"
@@ -59,6 +61,16 @@ class TensorRef:
     dtype: str
     parameter: str = ""
     offset: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Of this view."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of this view."""
+        return self.elements * size_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
