@@ -88,6 +88,8 @@ MODELS: list[tuple[str, dict[str, int], bool]] = [
 
 #: Of these, the first were measured under the compiler before the others.
 FIRST_COMPILED = 16
+#: Of those that were predicted before they were measured, the first, which set something since.
+FIRST_PREDICTED = 22
 
 #: Sizes of a transformer, as its configuration names them.
 _DECODER = {"num_hidden_layers": 8, "num_attention_heads": 16, "hidden_size": 1024, "vocab_size": 32000}
@@ -491,12 +493,12 @@ def _short(name: str) -> str:
 
 def held_out(model: str) -> bool:
     """Whether a compiled step sets no constant and no mechanism of the cost model: every other one, by name,
-    but for the first of all, which had set some before; and those that were predicted first. Chosen before
-    the errors of the others were known."""
+    but for the first of all, which had set some before; and those that were predicted last, since those
+    before them set what the host takes. Chosen before the errors of the others were known."""
     listed = [run.label for run in runs(False, True)]
     before = len(MODELS) + len(COMPILED)
     names = sorted(listed[FIRST_COMPILED:before])
-    return model in (*names[1::2], *listed[before : before + len(PREDICTED)])
+    return model in (*names[1::2], *listed[before + FIRST_PREDICTED : before + len(PREDICTED)])
 
 
 def predict_again(recorded: list[Path], device: PricedGpu, calibrated: bool, out: Path | None) -> None:
