@@ -58,6 +58,8 @@ WIDE = ("densenet121", "efficientnet_b0", "ghostnet", "hrnet", "regnet", "mobile
 #: Seconds that timing a model is taken to need, before any was timed.
 TIMING_S = 8.0
 STEPS_BEFORE = 3
+#: Parameters whose optimizer is compiled: more take too long.
+MOST_COMPILED = 64
 READY = "READY"
 ROW = "ROW "
 
@@ -179,6 +181,55 @@ def eager(model: Measured) -> dict[str, Any]:
         model.run, model.turns, model.once = compiled
 
 
+def host_profile(model: Measured) -> list[tuple[str, int, float]]:
+    """What PyTorch's profiler names on the host in one step: name, times, microseconds; the longest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        model.step()
+        model.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profiler.events():
+        into = found.setdefault(event.name[:80], [0, 0.0])
+        into[0] += 1
+        into[1] += event.time_range.elapsed_us()
+    longest = sorted(found.items(), key=lambda item: -item[1][1])[:60]
+    return [(name, int(times), round(us, 1)) for name, (times, us) in longest]
+
+
+def optimizers(model: Measured) -> Callable[[], dict[str, float]]:
+    """Compile the step of a model's optimizer; what is returned tells the host's milliseconds of a step of
+    several optimizers, and of ``zero_grad``."""
+    parameters = [*model.model.parameters()]
+    made = {
+        "foreach": torch.optim.AdamW(parameters, lr=1e-6, foreach=True),
+        "fused": torch.optim.AdamW(parameters, lr=1e-6, fused=True),
+        "sgd": torch.optim.SGD(parameters, lr=1e-6, momentum=0.9),
+    }
+    steps = {name: each.step for name, each in made.items()}
+    if len(parameters) <= MOST_COMPILED:
+        steps["compiled"] = torch.compile(
+            torch.optim.AdamW(parameters, lr=1e-6, capturable=model.device == "cuda").step
+        )
+
+    def graded() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        model.synchronize()
+
+    def spent_ms(call: Callable[[], Any]) -> float:
+        graded()
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    def timed() -> dict[str, float]:
+        calls = {**steps, "zero_grad": made["fused"].zero_grad}
+        return {name: statistics.median(spent_ms(call) for _ in range(15)) for name, call in calls.items()}
+
+    for step in steps.values():
+        spent_ms(step)
+    return timed
+
+
 def work(run: Run, device: str, turns: int) -> None:
     """Compile, say so, wait for a line, and print the row."""
     from torch._dynamo.utils import counters
@@ -195,19 +246,24 @@ def work(run: Run, device: str, turns: int) -> None:
         model.synchronize()
 
     patiently(warm)
+    of_optimizers = optimizers(model) if run.label.endswith("parameters") else None
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
     compile_s = time.perf_counter() - start
     with when_called():
         times(model, turns)
+        row_of_optimizers = of_optimizers() if of_optimizers else None
         beside = eager(model)  # before the profiler, which slows the host from then on
         model.look_inside()
+        found = host_profile(model)
         row = {"model": run.label, **run.sizes, "arguments": run.arguments, **model.row()}
         row["compile_s"] = round(compile_s, 1)
         row["unique_graphs"] = counters["stats"]["unique_graphs"]
         row["graph_breaks"] = {reason[:200]: n for reason, n in counters["graph_break"].items()}
         row["graphs"] = graphs
+        row["host_profile"] = found
+        row["optimizers_ms"] = row_of_optimizers
         print(ROW + json.dumps({**row, "eager": beside}), flush=True)
         model.run = model.model
         model.look_inside()
@@ -379,7 +435,7 @@ class Session:
 
 
 def foresee(name: str) -> dict[str, Any]:
-    """Predictions of the steps that were measured later, for hosts of several speeds.
+    """Predictions of the steps that were measured later, for hosts of several speeds; those of before stay.
 
     Args:
         name: Of the GPU.
@@ -387,8 +443,9 @@ def foresee(name: str) -> dict[str, Any]:
     gpu = priced(name)
     known = runs(False, True)
     before = len(MODELS) + len(COMPILED)
-    rows = []
-    for run in known[before : before + len(PREDICTED)]:
+    rows = json.loads(FORESEEN.read_text())["rows"]
+    made = {row["model"] for row in rows}
+    for run in [run for run in known[before : before + len(PREDICTED)] if run.label not in made]:
         found = [predicted(run, gpu, scale) for scale in SCALES]
         first = found[0]
         row = {"model": run.label, "gpu_ms": first["predicted_gpu_ms"], "gib": first["predicted_gib"]}
@@ -463,6 +520,8 @@ def pack(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         row["graph_breaks"] = sum(row["graph_breaks"].values())
         row["channels_last"] = [graph["channels_last"] for graph in graphs if not graph["backward"]]
         row["eager"] = {key: eager.get(key) for key in ("gpu_ms", "sustained_ms", "failure") if key in eager}
+        row["scheduled"] = [sum(kernel[-1] for kernel in graph["kernels"]) for graph in graphs]
+        row.pop("host_profile", None)
         del row["sustained_turns_ms"]
         lines.append(row)
     inside = ",\n".join(json.dumps(line) for line in lines)

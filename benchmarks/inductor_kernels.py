@@ -401,7 +401,8 @@ def compare(recorded_rows: Path) -> None:
     """Print number and bytes of the compiler's own kernels, as Inductor schedules and tilefit models them."""
     from tilefit.capture import capture
     from tilefit.capture.targets import load
-    from tilefit.cost.fusion import GENERATED, fuse
+    from tilefit.cost.fusion import fuse
+    from tilefit.cost.streaming import GENERATED
     from tilefit.ops import Streaming
     from tilefit.options import TargetOptions
 

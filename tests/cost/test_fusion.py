@@ -12,6 +12,7 @@ from torch import nn
 from tilefit.capture import capture
 from tilefit.capture.targets import load
 from tilefit.cost import estimate_step, fuse
+from tilefit.cost.launch import begin_s
 from tilefit.cost.streaming import GENERATED
 from tilefit.ops import (
     FORWARD,
@@ -499,6 +500,42 @@ def test_siblings_that_read_the_same_are_one_kernel() -> None:
     assert (kernel.read_bytes, kernel.write_bytes) == (x.nbytes, 2 * x.nbytes)
 
 
+def test_a_kernel_has_rows_of_one_kind() -> None:
+    class Sides(nn.Module):
+        def __init__(self, *sides: int) -> None:
+            super().__init__()
+            self.sides = sides
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for side in self.sides:
+                x = x.softmax(side)
+            return x
+
+    def kernels(*sides: int) -> int:
+        step = capture(Sides(*sides), torch.empty(64, 64, device="meta"), train=False, compile=True)
+        return len(fuse(step).ops)
+
+    assert (kernels(1), kernels(1, 1), kernels(0, 1, 0)) == (1, 1, 3)
+
+
+def test_sums_so_far_across_rows_touch_every_element_by_itself() -> None:
+    class Sums(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.dim = dim
+
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return (x.exp().cumsum(self.dim) * 0.5) + table
+
+    x, table = torch.empty(512, 8192, device="meta"), torch.empty(8192, device="meta")
+    across, along = (
+        fuse(capture(Sums(dim), (x, table), train=False, compile=True)).ops[0].op for dim in (0, 1)
+    )
+    assert (along.read_bytes, along.write_bytes) == (x.nbytes + table.nbytes, x.nbytes)
+    # What is small beside is read like anything else.
+    assert across.read_bytes - table.nbytes == across.write_bytes > 6 * x.nbytes
+
+
 def test_a_biased_convolution_is_written_once_more_before_a_norm() -> None:
     def moved(bias: bool, *after: nn.Module) -> int:
         conv = nn.Conv2d(16, 64, 3, padding=1, bias=bias)
@@ -687,6 +724,16 @@ def test_a_module_that_runs_a_recurrent_layer_is_not_compiled() -> None:
     assert compiled.settings.compiled
     names = [entry.name for entry in compiled.ops]
     assert "aten.sigmoid" in names  # of Words, alone
+    # The host pays what it does without the compiler, for modules and gradients too.
+    left = [
+        entry for entry in compiled.ops if entry.site.module.startswith("words") and entry.phase == FORWARD
+    ]
+    eager = replace(compiled, settings=replace(compiled.settings, compiled=False), ops=tuple(left))
+    without = replace(compiled, ops=tuple(left))
+    spent = [
+        estimate_step(each, "h100-sxm").host_time_s - begin_s(FORWARD, each) for each in (eager, without)
+    ]
+    assert spent[0] == pytest.approx(spent[1])
     assert any("relu" in name and "exp" in name for name in names)
 
 

@@ -10,6 +10,7 @@ from tilefit.gpus import get
 from tilefit.ops import (
     FORWARD,
     OPTIMIZER,
+    Conv,
     Gemm,
     Op,
     Parameter,
@@ -129,6 +130,26 @@ def test_a_fused_optimizer_spends_less_on_each_parameter() -> None:
         return sum(s for entry, s in zip(step.ops, around_s(step), strict=True) if entry.phase == OPTIMIZER)
 
     assert 0 < optimizer_s(layers("fused_optimizer")) < optimizer_s(layers())
+
+
+def test_an_optimizer_that_counts_no_steps_spends_less_on_each_parameter() -> None:
+    def optimizer_s(name: str) -> float:
+        step = layers()
+        ops = [replace(entry, name=name) if entry.phase == OPTIMIZER else entry for entry in step.ops]
+        return estimate_step(replace(step, ops=tuple(ops)), H200).host_time_s
+
+    assert optimizer_s("aten._foreach_add_") < optimizer_s("aten._foreach_addcdiv_")
+
+
+def test_kernels_within_a_call_take_the_host_of_compiled_code_too() -> None:
+    conv = Conv(8, 64, 64, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1))
+    step_s = [
+        estimate_step(
+            step(replace(conv, channels_last=last), settings=Settings(compiled=True)), H200
+        ).host_time_s
+        for last in (True, False)
+    ]
+    assert step_s[0] < step_s[1]  # which converts its operands and its result
 
 
 def test_layers_that_are_compiled_one_by_one_take_longer() -> None:

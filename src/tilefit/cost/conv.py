@@ -219,7 +219,7 @@ def with_bias(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
 @launches(Conv)
 def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float | None]:
     """Compiled, one call makes both gradients of a convolution."""
-    return 1, KERNEL_S if settings.compiled and op.direction == BACKWARD_WEIGHT else None
+    return 1, KERNEL_S * kernels(op, gpu) if settings.compiled and op.direction == BACKWARD_WEIGHT else None
 
 
 @counts(Conv)

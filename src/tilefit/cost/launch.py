@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from tilefit.cost.kinds import ByKind
 from tilefit.gpus import Gpu
-from tilefit.ops import FORWARD, OPTIMIZER, Op, Settings, Step, StepOp, Streaming
+from tilefit.ops import FORWARD, OPTIMIZER, Attention, Settings, Step, StepOp, Streaming
 from tilefit.ops.streaming import CONTIGUOUS
 
 #: The training step of :func:`tilefit.measure.launch.reference_step` on such a host. Measured beside the 20
@@ -43,12 +44,14 @@ ALONE_S = 24e-6
 #: what comes with them in training alone: a ResNet-50's forward pass, whose norms then make statistics and
 #: count batches, takes the host about twice as long as in inference.
 MODULE_S = 14e-6
-#: A parameter in the backward pass, where its gradient is accumulated; and in the optimizer, which in all the
-#: steps is the multi-tensor AdamW. A fused one takes less of the host by its Python alone: 0.5 to 0.7 times
-#: as much (``benchmarks/fit_launch.py``). What its single operation saves besides was not measured.
+#: A parameter in the backward pass, where its gradient is accumulated; and in the optimizer, with what
+#: ``zero_grad`` takes: in all the steps the multi-tensor AdamW, which counts the steps of each on the CPU. A
+#: fused one, and SGD with momentum, took 3.6 and 4.1 us for each of 192 parameters more where that took 12.5,
+#: ``zero_grad`` 0.7 (``benchmarks/compiled_calls.py``, an H100).
 GRADIENT_S = 27e-6
 UPDATE_S = 15e-6
-FUSED_UPDATE_S = 9e-6
+FUSED_UPDATE_S = 4.4e-6
+PLAIN_UPDATE_S = 5e-6
 #: One further kernel of the same operation: of the recommender's backward pass, which has 754 of them
 #: (``benchmarks/results/whole_steps.json``; a disturbed host took 6.8 us).
 KERNEL_S = 4e-6
@@ -62,13 +65,17 @@ FIXED_S = {"forward": 0.15e-3, "backward": 0.99e-3, "optimizer": 0.16e-3}
 OPTIMIZER_S = 24e-6
 #: One kernel that the compiler wrote, one call of a library, launched from the Python that the compiler
 #: generates (without CUDA graphs), and one parameter: the check that it is the same, and its gradient's way
-#: back to it (taken to be the same where CUDA graphs replay). Set by hand to the host-bound steps of
-#: ``benchmarks/results/whole_steps_compiled.json`` whose model is one graph (MobileNet, EfficientNet, U-Net,
-#: Swin) and to BART's, which has the most launches; they differ by -10 to +3 %; like those of
-#: a forward pass alone they are for a reference step of 10.5 ms, as it took 9.6 ms there.
-COMPILED_KERNEL_S = 16.4e-6
-COMPILED_CALL_S = 24e-6
-GRAPH_PARAMETER_S = 16.4e-6
+#: back to it (taken to be the same where CUDA graphs replay); and what each of the two graphs takes besides:
+#: guards, AOTAutograd's wrapper, the way into the graph and out of it.
+#: The last two are what models of many parameters, inputs and modules took on an H100 beside next to nothing
+#: (``benchmarks/compiled_calls.py``), where 448 modules more took nothing and an input 2.5 us; the first two
+#: are fitted, with these, to 33 steps of models that the host limits, on two H100 and an H200
+#: (``benchmarks/fit_compiled.py``). Where all kernels are the same one, one takes 9 to 13 us, a product 12
+#: to 17: less than among the many different ones of a model.
+COMPILED_KERNEL_S = 17e-6
+COMPILED_CALL_S = 26e-6
+GRAPH_PARAMETER_S = 11e-6
+GRAPH_S = 0.33e-3
 #: One layer that the compiler compiles for itself, in a forward pass that it splits: the guards of such
 #: layers are tried at each of them, and those beyond the eighth run as they are. ``benchmarks/fit_launch.py``
 #: fits it to the two such steps of ``benchmarks/results/whole_steps_compiled.json``, OPT and Whisper. A split
@@ -119,15 +126,19 @@ class Launch(NamedTuple):
     host_s: float
 
 
-def launch(op: Op, phase: str, gpu: Gpu, settings: Settings) -> Launch:
+def launch(entry: StepOp, gpu: Gpu, settings: Settings) -> Launch:
     """What it takes to launch an operation."""
+    op, phase = entry.op, entry.phase
+    settings = replace(settings, compiled=settings.compiled and not entry.eager)
     kernels, host_s = launches[type(op)](op, phase, gpu, settings)
     if host_s is not None:
         return Launch(kernels, host_s)
     if phase == OPTIMIZER:
         return Launch(kernels, OPTIMIZER_S)
     if settings.compiled:
-        return Launch(kernels, COMPILED_CALL_S)
+        # What PyTorch prepares before attention, the compiler makes part of its kernels.
+        within = kernels if isinstance(op, Attention) else launched(entry, gpu)
+        return Launch(kernels, COMPILED_CALL_S + KERNEL_S * (within - 1))
     if isinstance(op, Streaming) and op.function == CONTIGUOUS:  # within the call of another
         return Launch(kernels, KERNEL_S * kernels)
     # All kinds alike: a call alone takes nearly the same time, whatever it calls.
@@ -149,7 +160,8 @@ def begin_s(part: str, step: Step) -> float:
         return 0.0
     # A graph, the compiler's or CUDA's, hands over all gradients when it is done.
     handed_over = part == OPTIMIZER and (step.settings.compiled or step.settings.cuda_graph)
-    return FIXED_S.get(part, 0.0) + GRAPH_PARAMETER_S * handed_over * len(_trained(step))
+    fixed_s = GRAPH_S if step.settings.compiled and part != OPTIMIZER else FIXED_S.get(part, 0.0)
+    return fixed_s + GRAPH_PARAMETER_S * handed_over * len(_trained(step))
 
 
 def around_s(step: Step) -> Iterator[float]:
@@ -161,14 +173,15 @@ def around_s(step: Step) -> Iterator[float]:
     modules nor parameters, nor does what is replayed. Layers that are compiled each for itself are shared by
     the forward operations.
     """
-    eager = not step.settings.compiled and not step.settings.cuda_graph
+    in_graph = step.settings.compiled or step.settings.cuda_graph
     trained = _trained(step)
-    update_s = FUSED_UPDATE_S if step.settings.fused_optimizer else UPDATE_S
+    update_s = FUSED_UPDATE_S if step.settings.fused_optimizer else _update_s(step)
     gradients = Counter(name.rpartition(".")[0] for name in trained)
     count = Counter(entry.phase for entry in step.ops)
     module = None
     for entry in step.ops:
         around = 0.0
+        eager = entry.eager or not in_graph
         if entry.replayed:
             pass
         elif entry.phase == OPTIMIZER:
@@ -181,6 +194,13 @@ def around_s(step: Step) -> Iterator[float]:
         elif eager:
             around = GRADIENT_S * gradients.pop(entry.site.module, 0)
         yield around
+
+
+def _update_s(step: Step) -> float:
+    """What a parameter takes in an optimizer of multi-tensor operations: those that divide by a mean of
+    squares count steps, too."""
+    counts = any("addcdiv" in entry.name for entry in step.ops if entry.phase == OPTIMIZER)
+    return UPDATE_S if counts else PLAIN_UPDATE_S
 
 
 def _trained(step: Step) -> list[str]:

@@ -192,7 +192,7 @@ def _with_launches(
         # The loss and the optimizer are outside of the graphs of a model's parts.
         of_parts = step.settings.cuda_graph and entry.site.module and entry.phase != OPTIMIZER
         replayed = entry.replayed or of_parts
-        kernels, launch_s = launch(entry.op, entry.phase, device, step.settings)
+        kernels, launch_s = launch(entry, device, step.settings)
         launch_s, idle_s = (GRAPHED_S, GRAPHED_S) if replayed else (launch_s, IDLE_S * kernels)
         launches_s.append(around + first_s + launch_s + wrappers_s[index])
         with_idle_s.append(time_s + idle_s)

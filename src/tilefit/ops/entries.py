@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from tilefit.ops.base import Op
+from tilefit.ops.dtypes import size_bytes
 
 #: Values of :attr:`Fallback.reason`.
 DIMENSIONS, MASK = "dimensions", "mask"
@@ -60,6 +62,16 @@ class TensorRef:
     parameter: str = ""
     offset: int = 0
 
+    @property
+    def elements(self) -> int:
+        """Of this view."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of this view."""
+        return self.elements * size_bytes(self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOp:
@@ -73,6 +85,7 @@ class StepOp:
         inputs, outputs: The tensors it reads and writes.
         recomputed: It repeats a forward operation (activation checkpointing).
         replayed: It runs within a CUDA graph that the program captured and replays.
+        eager: It runs by itself, though the model is compiled.
     """
 
     op: Op
@@ -83,6 +96,7 @@ class StepOp:
     outputs: tuple[TensorRef, ...] = ()
     recomputed: bool = False
     replayed: bool = False
+    eager: bool = False
 
     @property
     def parameter(self) -> str:

@@ -463,7 +463,7 @@ def _times(
             messages = _messages_s(entry.op, fabric, framework.sequence)
             made.append((sum(messages), len(messages) * (COLLECTIVE_S + more_s) * scale))
             continue
-        host_s = launch(entry.op, entry.phase, gpu, step.settings).host_s + more_s
+        host_s = launch(entry, gpu, step.settings).host_s + more_s
         made.append((known[entry.op], scale * (host_s + around)))
     return made
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tilefit.capture import capture
-from tilefit.cost.fusion import PAD, fuse
+from tilefit.cost.fusion import fuse
+from tilefit.cost.lowering import PAD
 from tilefit.ops import Streaming
 from toys import LanguageModel, tokens
 from whatif import findings, saved_s

@@ -14,7 +14,7 @@ from torch import nn
 
 from tilefit import units
 from tilefit.capture.trees import own_part, untransformed
-from tilefit.cost.fusion import beside
+from tilefit.cost.uncompiled import beside
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.ops import FORWARD, StepOp
 

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from tilefit.cost import StepEstimate, estimate_step
-from tilefit.cost.fusion import PAD, fuse
+from tilefit.cost.fusion import fuse
+from tilefit.cost.lowering import PAD
 from tilefit.ops import Conv, Gemm, Habit, Op, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
