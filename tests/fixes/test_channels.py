@@ -542,6 +542,22 @@ def test_what_is_padded_is_not_found_again() -> None:
     assert [c for c in found(fixed, 64, 3, 64, 64) if 60 in dict(getattr(c, "sizes", ()))] == []
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_compiled_model_with_depthwise_convolutions_is_left_alone(compiled: bool) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 36, 3, padding=1),
+        nn.Conv2d(36, 110, 1),
+        nn.Conv2d(110, 110, 3, padding=1, groups=110),
+        nn.Conv2d(110, 36, 1),
+    )
+    images = torch.empty(64, 3, 224, 224, device="meta")
+    plan = planned(
+        model.to("meta"), images, gpu="h100", select=["pad-channels"], amp="bf16", compile=compiled
+    )
+    assert bool(plan.fixes) is not compiled
+    assert compiled == any("depthwise convolutions (2) are copied" in each.reason for each in plan.refused)
+
+
 def test_a_parametrised_convolution_is_refused() -> None:
     model = odd()
     parametrizations.orthogonal(model[3])
