@@ -239,6 +239,16 @@ def test_additions_are_made_with_what_is_added_and_waited_for() -> None:
     assert (copied.read_bytes, copied.write_bytes) == (size, size)
 
 
+@pytest.mark.parametrize(("readers", "moved"), [(0, 3 * BYTES), (1, 6 * BYTES)])
+def test_what_is_written_to_in_part_is_copied_where_it_is_read(readers: int, moved: int) -> None:
+    """All of it, half of it in place from elsewhere, and perhaps a reader of the whole."""
+    half = replace(tensor(2), shape=(ROWS // 2, WIDTH))
+    part = Streaming("pointwise", ROWS * WIDTH // 2, BYTES // 2, BYTES // 2, "bf16", function="copy")
+    write = StepOp(part, FORWARD, Site("block"), "aten.copy_", (replace(half, id=3),), (half,))
+    fused = fuse(Step((stream([1], [2]), write, *readers * [stream([2], [4])])))
+    assert sum(each.op.moved_bytes for each in fused.ops) == moved
+
+
 def test_an_interpolation_adds_to_a_table_for_each_corner() -> None:
     grad, result = TensorRef(3, (8, 64, 128, 128), "fp32"), TensorRef(1, (8, 64, 64, 64), "fp32")
     size = 8 * 64 * 64 * 64 * 4

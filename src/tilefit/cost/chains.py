@@ -14,7 +14,9 @@
 - Pooling reads what it pools from memory, and no sum or norm is fused with its gradient.
 - A kernel has rows of one kind: what normalises or reduces others is another kernel.
 - A sum across rows or over everything is a kernel of its own: who needs its result must wait for the whole
-  grid. So must the users of statistics over a batch, and those of a table that is added to.
+  grid. So must the users of statistics over a batch, and those of a table that is added to, or of a tensor
+  that is written to in part: the compiler makes a new one of it, and copies the rest (a selective scan by
+  doubling, in place, on an H100: 14.8 ms of kernels as written, compiled 16.7).
 """
 
 from __future__ import annotations
@@ -65,9 +67,12 @@ class Chains:
         self.sources: list[tuple[tuple[TensorRef, int], ...]] = []
         #: What is written to memory.
         self.written: set[Value] = set()
+        #: Bytes of the rest of a tensor, by the operation that writes to a part of it in place and is read.
+        self.rest: dict[int, int] = {}
         #: Layer norms by the input whose normalised form they keep.
         self.normalised: dict[Value, Value] = {}
         producer: dict[int, int] = {}
+        whole: dict[int, int] = {}
         read: set[Value] = set()
         for index, entry in enumerate(ops):
             self.sources.append(tuple((ref, producer.get(ref.id, -1)) for ref in entry.inputs))
@@ -78,8 +83,11 @@ class Chains:
             for value, ref in values.items():
                 self.refs.setdefault(value, ref)
             for ref in entry.outputs:
+                if (rest := whole.setdefault(ref.id, ref.bytes) - ref.bytes) > 0:
+                    self.rest[index] = rest
                 producer[ref.id] = index
                 self.refs[index, ref.id] = ref
+        self.rest = {index: self.rest[index] for index, _ in read if index in self.rest}
         self.written.update(value for value in self.refs if value not in read and not self._is_dead(value))
         self.written.update((producer[number], number) for number in producer.keys() & set(returned))
         needed = self.written.copy()
@@ -176,7 +184,7 @@ class Chains:
         chain.members.append(index)
         if chain.escape < 0:
             chain.position = index
-        if adds_across(op) or op.function in ADDING:
+        if adds_across(op) or op.function in ADDING or index in self.rest:
             chain.sums.update((ref.id, ref.elements * adds_across(op)) for ref in entry.outputs)
         elif made_of := list(self._sums_of(chain, needs)):
             chain.sums.update((ref.id, max(made_of)) for ref in entry.outputs)
@@ -229,7 +237,7 @@ class Chains:
         op = self.streaming(writer)
         dropped = op.function == "native_dropout"
         outputs = self.ops[writer].outputs
-        if _is_kept(op) or (dropped and value[1] != outputs[0].id):
+        if writer in self.rest or _is_kept(op) or (dropped and value[1] != outputs[0].id):
             return known[value]
         roots: Roots = {}
         for ref, source in self.sources[writer]:

@@ -133,6 +133,10 @@ def _kernel(chains: Chains, chain: Chain) -> StepOp:
             again_bytes, again_flop = _second_pass(chains, chain, index)
             read_bytes += again_bytes
             flop += again_flop
+    # What is left of a tensor that is written to in part is copied.
+    copied_bytes = sum(chains.rest.get(index, 0) for index in chain.members)
+    read_bytes += copied_bytes
+    write_bytes += copied_bytes
     scanned = {op.elements for entry, op in members if _scans_across(entry, op)}
     read_bytes += _apart(scanned, (chains.refs[value] for value in chain.reads))
     write_bytes += _apart(scanned, outputs.values())
