@@ -114,8 +114,9 @@ def _second_pass(chains: Chains, chain: Chain, index: int) -> tuple[int, float]:
 def _kernel(chains: Chains, chain: Chain) -> StepOp:
     """The one kernel that a chain becomes."""
     outputs: dict[int, TensorRef] = {}
-    read_bytes = sum(max(readers.values()) for readers in chain.reads.values())
-    write_bytes = 0
+    # What is left of tensors that are written to in part is copied.
+    write_bytes = sum(chains.rest.get(index, 0) for index in chain.members)
+    read_bytes = write_bytes + sum(max(readers.values()) for readers in chain.reads.values())
     flop = sum(flop_of(chains.streaming(index)) for index in chain.again)
     members = [(chains.ops[index], chains.streaming(index)) for index in chain.members]
     for index, (entry, op) in zip(chain.members, members, strict=True):
@@ -133,10 +134,6 @@ def _kernel(chains: Chains, chain: Chain) -> StepOp:
             again_bytes, again_flop = _second_pass(chains, chain, index)
             read_bytes += again_bytes
             flop += again_flop
-    # What is left of a tensor that is written to in part is copied.
-    copied_bytes = sum(chains.rest.get(index, 0) for index in chain.members)
-    read_bytes += copied_bytes
-    write_bytes += copied_bytes
     scanned = {op.elements for entry, op in members if _scans_across(entry, op)}
     read_bytes += _apart(scanned, (chains.refs[value] for value in chain.reads))
     write_bytes += _apart(scanned, outputs.values())
