@@ -11,6 +11,7 @@ from physics import least_s
 from tilefit.capture import capture
 from tilefit.cost import LATENCY, MEMORY, estimate
 from tilefit.cost.model import analytic
+from tilefit.cost.priced import left_out
 from tilefit.gpus import get
 from tilefit.ops import Streaming
 from tilefit.ops.streaming import ROLES
@@ -108,18 +109,15 @@ def test_small_operations_of_many_kernels_take_their_time(function: str, role: s
 def test_long_rows_of_a_softmax_are_read_again(
     backward: bool, rows: int, width: int, dtype: str, h100_us: float
 ) -> None:
-    """On an H100 (``benchmarks/function_times.py``): but for the last but one they outgrow its L2 cache.
-
-    Of that one the H100's own network, 9 % off in the mean on another H100, says 20 % too much.
+    """On an H100 of which nothing is fitted (``benchmarks/function_times.py``): but for the last but one they
+    outgrow its L2 cache.
     """
     size = rows * width * (4 if dtype == "fp32" else 2)
     function = "_log_softmax" + "_backward_data" * backward
     op = Streaming(
         "softmax", rows * width, size * (1 + backward), size, dtype, inner=width, function=function
     )
-    assert estimate(op, "h100-sxm").time_s == pytest.approx(
-        h100_us * 1e-6, rel=0.21 if width == 16384 else 0.15
-    )
+    assert estimate(op, left_out(get("h100-sxm"))).time_s == pytest.approx(h100_us * 1e-6, rel=0.15)
 
 
 @pytest.mark.parametrize(
