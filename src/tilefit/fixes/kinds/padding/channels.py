@@ -48,16 +48,18 @@ def pad_channels(context: Context) -> Found:
 
     A first layer's few channels are padded to 4 or 8 where that is predicted to pay.
 
-    Refused: convolutions that are no plain ``nn.Conv``; those of a compiled model with depthwise ones, for
-    which the compiler copies every cropped image: inverted residuals took 35.3 ms a step where 33.2 were (an
-    H100, ``benchmarks/rare_fixes.py``). Grouped ones are left alone.
+    Refused: convolutions that are no plain ``nn.Conv``; those of a compiled model with depthwise ones: with
+    both padded, inverted residuals took 35.3 ms a step where 33.2 were, 16 copies of images more (an H100,
+    ``benchmarks/rare_fixes.py``). Grouped ones are left alone.
     """
     step, model = context.step, context.run.model
     if context.run.options.compile and (apart := _depthwise(model)):
         odd_ones = [index for found in channels_rule.misaligned(step).values() for index in found]
         paths = tuple(dict.fromkeys(step.ops[index].site.module for index in odd_ones))
         if paths:
-            yield Refusal(paths, f"compiled, images cropped for depthwise convolutions ({apart}) are copied")
+            yield Refusal(
+                paths, f"compiled, beside depthwise convolutions ({apart}) it was measured to lose time"
+            )
         return
     odd: dict[int, str] = {}
     for (channels, dtype), indices in channels_rule.misaligned(step).items():
