@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.lowering import PAD
+from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Gemm, Habit, Op, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.outside.graphs import is_replayable, replayed
 from tilefit.units import seconds, share, size
 
 _WORST = 3
@@ -117,8 +119,16 @@ class Unfused(Rule):
             arithmetic=(
                 f"streaming operations move {size(moved)}; compiled {size(left_moved)}{fewer}{others}",
                 f"most GPU time is saved in {', '.join(worst)}" if worst else "launches are what is saved",
+                *_replayed(fused, after, gpu),
             ),
         )
+
+
+def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> Iterator[str]:
+    """What CUDA graphs would save beyond (NTC006)."""
+    if is_replayable(fused, after):
+        more_s = after.time_s - replayed(fused, gpu).time_s
+        yield f'the host limits it still: mode="reduce-overhead" (CUDA graphs) saves {seconds(more_s)} more'
 
 
 def _advice(habits: Iterable[Habit]) -> str:
