@@ -44,7 +44,7 @@ _Fixes = Annotated[
 _Shown = Annotated[
     report_output.Destination,
     report_output.only_whole(
-        "text, json or markdown; concise, html, sarif, github and junit show the findings, as tilefit check "
+        "text, json, markdown or html; concise, sarif, github and junit show the findings, as tilefit check "
         "does; default: by the ending of the file, else text."
     ),
 ]
