@@ -220,15 +220,15 @@ def _price(context: Context, code: str, proposal: Proposal) -> Finding:
 
 
 def _is_worth(context: Context, proposal: Proposal, finding: Finding, min_gain: float) -> bool:
-    """Worth reporting: above the noise of the operations and of the step, and a gain nine times in ten, as far
-    as the GPU's times go; and what has no price."""
+    """Worth reporting: above the noise of the operations and of the step, and a gain nine times in ten, by
+    the times of the GPU; and what has no price."""
     if proposal.change is None:
         return True
     touched_s = context.time_s(proposal.change.replace)
     return (
         finding.gain_fraction >= min_gain
         and finding.gain_s >= OPERATION_SHARE * touched_s
-        and finding.gain_low_s >= 0
+        and finding.gain_low_s >= 0 < finding.gain_s
     )
 
 
