@@ -45,7 +45,7 @@ def render(document: Document, *, prices: Mapping[str, float] | None = None) -> 
         heading=text.heading(first),
         setup=text.setup(first),
         views=views,
-        compared=[(label, [cell(report) for report in document.reports]) for label, cell in text.COMPARED],
+        compared=text.compared(document.reports),
         across=across(document.reports),
         version=first.version,
     )
