@@ -206,9 +206,7 @@ class Plan:
             yield Text(fix.name, style="bold"), saved, fix.summary + mark
 
     def _repr_html_(self) -> str:
-        from rich.console import Console
-
-        page = Console(record=True, file=io.StringIO(), width=100)
+        page = console.console(record=True, file=io.StringIO(), width=100)
         page.print(self)
         return page.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
