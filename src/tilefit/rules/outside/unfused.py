@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import fuse
@@ -113,22 +113,22 @@ class Unfused(Rule):
             place=Place(),
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
             f"the GPU time, outside the Tensor Cores; compiled, {left}",
-            fix=_advice(habits),
+            fix=_advice(habits) + _replayed(fused, after, gpu),
             safety=SAFE,
             change=Change(step=fused, rewrite=fuse),
             arithmetic=(
                 f"streaming operations move {size(moved)}; compiled {size(left_moved)}{fewer}{others}",
                 f"most GPU time is saved in {', '.join(worst)}" if worst else "launches are what is saved",
-                *_replayed(fused, after, gpu),
             ),
         )
 
 
-def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> Iterator[str]:
-    """What CUDA graphs would save beyond (NTC006)."""
-    if is_replayable(fused, after):
-        more_s = after.time_s - replayed(fused, gpu).time_s
-        yield f'the host limits it still: mode="reduce-overhead" (CUDA graphs) saves {seconds(more_s)} more'
+def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> str:
+    """What CUDA graphs save beyond, as NTC006 says of the compiled step; empty where the GPU limits it."""
+    if not is_replayable(fused, after):
+        return ""
+    more_s = after.time_s - replayed(fused, gpu).time_s
+    return f' The host limits it still: mode="reduce-overhead" (CUDA graphs) saves {seconds(more_s)} more.'
 
 
 def _advice(habits: Iterable[Habit]) -> str:
