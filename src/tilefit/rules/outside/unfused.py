@@ -128,7 +128,8 @@ def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> str:
     if not is_replayable(fused, after):
         return ""
     more_s = after.time_s - replayed(fused, gpu).time_s
-    return f' The host limits it still: mode="reduce-overhead" (CUDA graphs) saves {seconds(more_s)} more.'
+    graphs = f'mode="reduce-overhead" (CUDA graphs) saves {seconds(more_s)} more'
+    return f" The host still limits the compiled step: {graphs}."
 
 
 def _advice(habits: Iterable[Habit]) -> str:
