@@ -26,10 +26,10 @@ import torch
 
 from tilefit import gpus
 from tilefit.capture.child import capture_target
+from tilefit.cost.footprint import USABLE_SHARE
 from tilefit.errors import TilefitError
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
-from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.sweep.axes import Axis
 from tilefit.sweep.best import MOST_MEASUREMENTS, Trial, batches, best_batch
 from tilefit.sweep.meter import Meter

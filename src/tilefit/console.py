@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
+
+
+def console(**how: Any) -> Console:
+    """A console that shows text as it is: what stands in brackets or between colons may be the user's own."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False, **how)
 
 
 def table(*columns: str, rows: Iterable[Iterable[str | Text]] = ()) -> Table:
     """A table without lines; a heading that starts with ``>`` aligns its column to the right."""
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(
         box=None,
@@ -30,7 +38,8 @@ def table(*columns: str, rows: Iterable[Iterable[str | Text]] = ()) -> Table:
             column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
         )
     for row in rows:
-        made.add_row(*row)
+        # As it is in the console of others, too.
+        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return made
 
 
@@ -43,9 +52,6 @@ def facts(rows: Iterable[tuple[str, str]], style: str = "dim") -> Table:
 
 def plain(shown: RenderableType, width: int) -> str:
     """What would be on a terminal of so many columns, without colour."""
-    from rich.console import Console
-
     file = io.StringIO()
-    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
-    console.print(shown, crop=False)
+    console(file=file, width=width, color_system=None, legacy_windows=False).print(shown, crop=False)
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())

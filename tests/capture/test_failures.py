@@ -95,3 +95,16 @@ def test_a_traced_model_runs_on_real_data_alone() -> None:
         capture(traced, torch.empty(4, 8), train=False)
     assert "--on-cpu" in caught.value.hint
     assert len(products(capture(traced, torch.empty(4, 8), train=False, on_cpu=True))) == 1
+
+
+def test_a_sparse_gradient_is_not_taken_for_a_wrong_input() -> None:
+    with pytest.raises(CaptureError, match="has sparse tensors") as caught:
+        capture(torch.nn.EmbeddingBag(8, 4, sparse=True), torch.zeros(2, 3, dtype=torch.int64))
+    assert "sparse=False" in caught.value.hint
+
+
+def test_samples_of_several_lengths_are_not_taken_for_a_wrong_input() -> None:
+    samples = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged)
+    with pytest.raises(CaptureError, match="nested") as caught:
+        capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), samples)
+    assert "padded" in caught.value.hint

@@ -585,3 +585,13 @@ def test_nhwc_is_refused_where_nothing_has_four_dimensions() -> None:
         capture(nn.Linear(8, 8), rows(4, 8), channels_last=True)
     pooled = capture(nn.AvgPool2d(2), rows(2, 8, 4, 4), train=False, channels_last=True)
     assert pooled.settings.channels_last
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_a_weight_that_is_computed_of_parameters_does_not_stand_in_the_way(on_cpu: bool) -> None:
+    """``weight_norm``, as it was, keeps it as an attribute that is no leaf."""
+    model = torch.nn.utils.weight_norm(nn.Linear(8, 2))
+    step = capture(model, torch.randn(4, 8), on_cpu=on_cpu)
+    assert step.flop > 0
+    assert model.weight.grad_fn is not None

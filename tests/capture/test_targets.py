@@ -37,6 +37,14 @@ def reads_values():
     sizes = [int(n) for n in torch.arange(1, 4)]
     return nn.Linear(sizes[1], sizes[2]), (torch.zeros(2, 2),)
 
+class Alone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self):
+        return (self.weight @ self.weight).sum()
+
 def triple():
     return 1, 2, 3
 
@@ -87,6 +95,10 @@ def test_a_factory_s_model_and_inputs_are_made_without_data(file: Path) -> None:
 def test_a_factory_that_reads_values_is_built_for_real(file: Path) -> None:
     target = _load(f"{file}:reads_values")
     assert target.model.weight.shape == (3, 2)
+
+
+def test_a_model_that_takes_nothing_needs_no_inputs(file: Path) -> None:
+    assert _load(f"{file}:Alone").inputs == ()
 
 
 def test_a_model_may_stand_in_the_file_ready(file: Path) -> None:

@@ -138,7 +138,7 @@ GPU busy           40.0 ms      31.5 ms  0.787
 host               5.00 ms      5.00 ms  1.000
 rate           118 TFLOP/s  118 TFLOP/s  1.000
 memory            9.31 GiB     9.31 GiB  1.000
-largest batch          196          196  1.000
+largest batch          184          184  1.000
 
    B - A        A        B  operation                 why
 -8.00 ms  10.0 ms  2.00 ms  gemm 16384x50304x768 TN   n 50257 -> 50304, limited
@@ -163,7 +163,7 @@ model gpt2 -\\> padded
 | host | 5.00 ms | 5.00 ms | 1.000 |
 | rate | 118 TFLOP/s | 118 TFLOP/s | 1.000 |
 | memory | 9.31 GiB | 9.31 GiB | 1.000 |
-| largest batch | 196 | 196 | 1.000 |
+| largest batch | 184 | 184 | 1.000 |
 
 - Gone: ALN002 lm\\_head saves 8.00 ms (20.0 %)
 

@@ -225,6 +225,14 @@ def test_markdown_has_the_table_and_the_patch(tilefit, script: Path) -> None:
     assert "+    return Net(4096), torch.empty(16384, 2048)" in out
 
 
+def test_a_page_shows_the_fixes_and_the_patch(tilefit, script: Path, tmp_path: Path) -> None:
+    tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--output-file", "fix.html")
+    page = (tmp_path / "fix.html").read_text()
+    assert '<td class="text">pad-linear</td>' in page or "<td>pad-linear</td>" in page
+    assert "+    return Net(4096), torch.empty(16384, 2048)\n" in page
+    assert "tilefit.optimize(model, inputs" in page
+
+
 def test_the_text_goes_to_a_file(tilefit, script: Path, tmp_path: Path) -> None:
     ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--output-file", "plan.txt")
     assert "pad-linear" not in ran.out

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
+from rich.console import Console
 
+from tilefit import console
 from tilefit.cli import output
 
 
@@ -46,3 +49,12 @@ def test_a_long_line_of_sizes_says_how_far_it_is(
     for _ in output.watched("Capturing", range(4), 4):
         time.sleep(0.4)
     assert "Capturing: 2 of 4 …" in capsys.readouterr().err.splitlines()
+
+
+def test_what_stands_in_brackets_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names come from the user's code, and layouts of weights are written so."""
+    words = "blocks[0], [in, out], [/blocks] :smile:"
+    output.stdout().print(words)
+    output.stdout().print(console.table("", "", rows=[[words, "1"]]))
+    Console(file=sys.stdout, width=80).print(console.table("", "", rows=[[words, "1"]]))
+    assert capsys.readouterr().out.count(words) == 3

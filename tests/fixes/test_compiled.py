@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from torch import nn
 
 import tilefit
 from encoders import Encoder
-from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.changes.behaviour import Changed, behaviours, changes
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.attention.attention import fusing
-from tilefit.fixes.kinds.settings import DEFAULT, REDUCE_OVERHEAD, compilation
+from tilefit.fixes.kinds.settings import DEFAULT, REDUCE_OVERHEAD, UnderAutocast, compilation
 
 
 class Gated(nn.Module):
@@ -48,6 +49,25 @@ def test_chains_of_streaming_operations_are_compiled() -> None:
     found.edits.undo()
     assert not found.run.options.compile
     assert model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_of_a_model_that_is_compiled_before_it_is_changed_stay_changed(of: Any) -> None:
+    model = Gated()
+    model.compile()
+    behaviour = UnderAutocast()
+    Changed.of(model).add(behaviour)
+    other = of(model)
+    assert behaviours(other) == (behaviour,)
+    for each in (model, other):
+        assert changes(each).assumed.holds(each)
+
+
+def test_a_plan_itself_is_not_copied() -> None:
+    found = plan(Gated(), 1 << 20)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copied(found)
 
 
 def test_a_model_of_pytorchs_own_modules_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

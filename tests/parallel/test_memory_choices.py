@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tilefit.capture import capture
+from tilefit.cost.footprint import USABLE_SHARE
 from tilefit.cost.links import Fabric
 from tilefit.cost.priced import priced
 from tilefit.errors import UsageError
@@ -22,7 +23,6 @@ from tilefit.parallel.memory_choices import CHOICES, Thrifty, require_choices
 from tilefit.parallel.offers import Offer, offers
 from tilefit.parallel.planning import Job, Planner, precision_of
 from tilefit.parallel.training import Training
-from tilefit.rules.batch.memory import USABLE_SHARE
 
 H100 = priced("h100-sxm")
 ALONE = Fabric(H100, 1)

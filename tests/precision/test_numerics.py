@@ -220,3 +220,17 @@ def test_the_norm_of_all_gradients_that_clipping_takes_may_overflow(size: float,
             nn.utils.clip_grad_norm_([weight], 1.0)
             optimizer.step()
     assert {finding.code for finding in w.report().findings if finding.code == "AMP031"} == codes
+
+
+def test_the_report_says_from_which_scale_to_which() -> None:
+    model, s = net(), scaler(init_scale=2.0**24)
+    optimizer = Adam(model.parameters())
+    with watch(model, optimizer=optimizer, every=1) as w:
+        for _ in range(4):
+            optimizer.zero_grad()
+            s.scale(mse(model, *batch())).backward()
+            s.step(optimizer)
+            before = s.get_scale()
+            s.update()
+    assert before < 2**24
+    assert w.report().setup[1] == f"loss scale 16777216 to {before:.0f}"

@@ -59,8 +59,8 @@ def test_an_operation_the_model_does_not_know_lowers_the_coverage_and_is_named(r
 
 
 def test_the_largest_batch_leaves_room_for_what_does_not_grow(report: Report) -> None:
-    # 2 GB are fixed, 8 GB are the activations of 16 samples; 98 GB are left for activations.
-    assert report.step.largest_batch == 196
+    # 2 GB are fixed, 8 GB are the activations of 16 samples; of the 94 GB that tensors can take 92 are left.
+    assert report.step.largest_batch == 184
     memory = Memory(parameter_bytes=100, peak_bytes=180)
     assert Step((), memory, batch=4).largest_batch(200) == 5
     assert Step((), memory, batch=4).largest_batch(90) == 0

@@ -107,7 +107,7 @@ rate
 28.8 % of the bf16 peak, 410 TFLOP/s
 memory
 9.31 GiB
-10.0 % of 93.1 GiB; largest batch 196
+10.0 % of 93.1 GiB; largest batch 184
 GPU and host
 40.0 ms
 of work for the GPU; the host needs 5.00 ms to launch it

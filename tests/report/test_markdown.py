@@ -32,7 +32,7 @@ input\\_ids: int64\\[16,1024\\] · bf16 autocast · AdamW · 38\\.6 M parameters
 | rate | 118 TFLOP/s |
 | share of peak | 28.8 % |
 | memory used | 10.0 % |
-| largest batch | 196 |
+| largest batch | 184 |
 | findings | 2 |
 
 ## Findings
@@ -80,7 +80,7 @@ input\\_ids: int64\\[16,1024\\] · bf16 autocast · AdamW · 38\\.6 M parameters
 | rate | 118 TFLOP/s | 23.6 TFLOP/s |
 | share of peak | 28.8 % | 28.8 % |
 | memory used | 10.0 % | 100 % |
-| largest batch | 196 | 16 |
+| largest batch | 184 | 14 |
 | findings | 2 | 2 |
 
 ## What each change saves

@@ -23,7 +23,7 @@ Waits    3 times a step; 2 copies of 2.00 MB
 Time     50.0 ms (32.0 to 50.0 ms)  GPU 40.0 ms, host 5.00 ms
 Rate     94.4 TFLOP/s  23.1 % of the bf16 peak, 410 TFLOP/s
 Bound    █████████▒╌╌  █ math 74 %  ▒ memory 6 %  ╌ waits 20 %
-Memory   9.31 GiB of 93.1 GiB (10.0 %)  largest batch that fits 4 x 49
+Memory   9.31 GiB of 93.1 GiB (10.0 %)  largest batch that fits 4 x 46
 
 GRD002  not priced  lm_head  modeling_gpt2.py:712
         The vocabulary of 50257 is odd, so the three products of the head cannot

@@ -22,7 +22,7 @@ input_ids: int64[16,1024] · bf16 autocast · AdamW · 38.6 M parameters
 Time    40.0 ms (32.0 to 50.0 ms)  GPU 40.0 ms, host 5.00 ms
 Rate    118 TFLOP/s  28.8 % of the bf16 peak, 410 TFLOP/s
 Bound   ███████████▒  █ math 92 %  ▒ memory 7 %
-Memory  9.31 GiB of 93.1 GiB (10.0 %)  largest batch that fits 196
+Memory  9.31 GiB of 93.1 GiB (10.0 %)  largest batch that fits 184
 
 ALN002  saves 8.00 ms (20.0 %)  lm_head  modeling_gpt2.py:712
         The vocabulary of 50257 is odd, so the three products of the head cannot
@@ -54,7 +54,7 @@ input_ids: int64[16,1024] · bf16 autocast · AdamW · 38.6 M parameters
 Time    40.0 ms (32.0 to 50.0 ms)  GPU 40.0 ms, host 5.00 ms
 Rate    118 TFLOP/s  28.8 % of the bf16 peak, 410 TFLOP/s
 Bound   ███████████▒  █ math 92 %  ▒ memory 7 %
-Memory  9.31 GiB of 93.1 GiB (10.0 %)  largest batch that fits 196
+Memory  9.31 GiB of 93.1 GiB (10.0 %)  largest batch that fits 184
 
 ALN002  saves 8.00 ms (20.0 %)  lm_head
         transformers/models/gpt2/modeling_gpt2.py:712
@@ -112,7 +112,7 @@ host                                      5.00 ms         5.00 ms
 rate                                  118 TFLOP/s    23.6 TFLOP/s
 share of peak                              28.8 %          28.8 %
 memory used                                10.0 %           100 %
-largest batch                                 196              16
+largest batch                                 184              14
 findings                                        2               2
 
 what a change saves

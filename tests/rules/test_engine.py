@@ -228,3 +228,14 @@ def test_of_two_that_save_as_much_the_safe_one_comes_first(step: Step, run_with)
     same = Change({0: ()})
     found = run_with(step, proposal(same, "a", safety="unsafe"), proposal(same, "b", safety="safe"))
     assert [finding.module for finding in found] == ["b", "a"]
+
+
+def test_what_the_host_saves_is_as_uncertain_as_the_host(run_with) -> None:
+    """Small layers: half of the launches are half of the step, on a fast host and on a slow one."""
+    b = StepBuilder(training=False)
+    for i in range(40):
+        b.linear(f"h.{i}", 16, 64, 64)
+    (finding,) = run_with(b.step(), proposal(Change(dict.fromkeys(range(20), ()))))
+    assert finding.gain_fraction == pytest.approx(0.5, abs=0.05)
+    assert finding.gain_low_s < 0.7 * finding.gain_s
+    assert finding.gain_high_s > 1.5 * finding.gain_s

@@ -27,9 +27,10 @@ class _CopyTo(TorchFunctionMode):
         self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__deepcopy__ and args[0].device.type != self.device:
+        if func is torch.Tensor.__deepcopy__ and (args[0].device.type != self.device or not args[0].is_leaf):
+            # A leaf or not: what weight_norm computed of its parameters, it computes anew when it is called.
             tensor, memo = args
-            moved = tensor.detach().to(self.device).requires_grad_(tensor.requires_grad)
+            moved = tensor.detach().to(self.device, copy=True).requires_grad_(tensor.requires_grad)
             memo[id(tensor)] = moved
             return moved
         return func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilefit.cli import config, output, step_options
+from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.commands import Command
 from tilefit.cli.completion import GpuName
@@ -91,4 +91,4 @@ def explain(
         with output.progress(f"Capturing {target}") as tell:
             captured = partial(captured, gpu=gpus[0].name, told=tell)
             report = Session(captured, gpus, settled.selection(Selection())).assessments[0].report
-    output.stdout().print(str(explain(report, what or "")), end="", soft_wrap=True)
+    report_output.show(explain(report, what or ""), "text", None)

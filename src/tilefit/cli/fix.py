@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tilefit import console
 from tilefit.capture.naming import has_source
 from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
@@ -44,7 +45,7 @@ _Fixes = Annotated[
 _Shown = Annotated[
     report_output.Destination,
     report_output.only_whole(
-        "text, json or markdown; concise, html, sarif, github and junit show the findings, as tilefit check "
+        "text, json, markdown or html; concise, sarif, github and junit show the findings, as tilefit check "
         "does; default: by the ending of the file, else text."
     ),
 ]
@@ -165,15 +166,13 @@ def _stage(message: str) -> Iterator[Callable[[str], None]]:
 
 def _print_diff(outcome: Outcome) -> None:
     """The patch on stdout, byte for byte; what is not in it on stderr."""
-    from rich.console import Console
-
     from tilefit.fixes.planning.outcome import beside_diff, colored
 
     text = outcome.patches.diff()
-    console = output.stdout()
-    if console.is_terminal:
-        console.print(colored(text.decode(errors="replace")), soft_wrap=True, end="")
+    stdout = output.stdout()
+    if stdout.is_terminal:
+        stdout.print(colored(text.decode(errors="replace")), soft_wrap=True, end="")
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(text)
-    Console(stderr=True, highlight=False).print(beside_diff(outcome), crop=False)
+    console.console(stderr=True).print(beside_diff(outcome), crop=False)

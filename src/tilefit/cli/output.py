@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, TypeVar
 
+from tilefit.console import console
 from tilefit.console import facts as facts
 from tilefit.console import table as table
 from tilefit.errors import UsageError
@@ -22,9 +23,7 @@ Item = TypeVar("Item")
 
 def stdout() -> Console:
     """The console for data. rich honours ``NO_COLOR`` and ``COLUMNS``."""
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=False)
+    return console()
 
 
 #: Seconds after which a line is written of what still goes on, where nobody watches.
@@ -40,10 +39,10 @@ def progress(message: str) -> Iterator[Callable[[str], None]]:
     In a terminal it is one line that changes; elsewhere each thing that takes some time gets a line.
     """
     if sys.stderr.isatty():
-        from rich.console import Console
+        from rich.text import Text
 
-        with Console(stderr=True).status(message) as status:
-            yield lambda detail: status.update(f"{message}: {detail}")
+        with console(stderr=True).status(Text(message)) as status:
+            yield lambda detail: status.update(Text(f"{message}: {detail}"))
         return
     stream = sys.stderr
     waiting: list[Timer] = []
@@ -68,10 +67,9 @@ def watched(what: str, items: Iterable[Item], total: int) -> Iterable[Item]:
     """The items, with a progress bar on stderr; where nobody watches, with a line now and then."""
     if not sys.stderr.isatty():
         return _told(what, items, total)
-    from rich.console import Console
     from rich.progress import track
 
-    return track(items, what, total, console=Console(stderr=True))
+    return track(items, what, total, console=console(stderr=True))
 
 
 def _told(what: str, items: Iterable[Item], total: int) -> Iterator[Item]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tilefit.cost.estimate import Estimate
 from tilefit.cost.explain import MOST_GROWTH, larger_sizes
+from tilefit.cost.footprint import usable_bytes
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.cost.step import estimate_step
@@ -214,7 +215,7 @@ def step_curve(
     too_large: dict[int, int] = {}
     for size in _with_larger(sizes, dtype) if everywhere and not prices else sizes:
         step = step_at(size)
-        if step.memory.peak_bytes > gpu.memory_bytes:
+        if step.memory.peak_bytes > usable_bytes(gpu):
             too_large[size] = step.memory.peak_bytes
             continue
         total = estimate_step(step, gpu, (prices or estimate_all)([entry.op for entry in step.ops], gpu))
@@ -224,7 +225,7 @@ def step_curve(
     if not any(size in found for size in sizes):
         raise TilefitError(
             f"at {over} {sizes[0]} the step needs {capacity(too_large[sizes[0]])}, and {gpu.title} has "
-            f"{capacity(gpu.memory_bytes)}",
+            f"{capacity(gpu.memory_bytes)}, {capacity(usable_bytes(gpu))} of it for tensors",
             hint="Begin with a smaller size, or name a larger GPU.",
         )
     unit = ("tokens" if over == "seq" else "samples") if first.batch else ""

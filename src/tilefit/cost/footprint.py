@@ -9,6 +9,9 @@ from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Step
 from tilefit.ops.allocator import replayed
 
+#: Share of the memory that tensors can fill; the rest goes to the CUDA context, library workspaces and the
+#: allocator's fragmentation. A choice, not a measurement.
+USABLE_SHARE = 0.94
 #: Workspace that PyTorch gives cuBLAS for each handle: ``getChosenWorkspaceSize`` of
 #: aten/src/ATen/cuda/CublasHandlePool.cpp, for Hopper and for others.
 _CUBLAS_HOPPER_BYTES, _CUBLAS_BYTES = 32 << 20, (4096 * 2 + 16 * 8) << 10
@@ -31,6 +34,11 @@ class Footprint:
     allocator_bytes: int = 0
     library_bytes: int = 0
     context_bytes: int = 0
+
+
+def usable_bytes(gpu: Gpu) -> float:
+    """What the tensors of a step can take of a GPU's memory."""
+    return USABLE_SHARE * gpu.memory_bytes
 
 
 def footprint(step: Step, gpu: Gpu) -> Footprint:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd, prod
 
+from tilefit.cost.footprint import usable_bytes
 from tilefit.cost.links import Fabric
 from tilefit.errors import UsageError
 from tilefit.ops import Attention, Conv, Gemm, Op, Recurrent, Step
@@ -16,7 +17,6 @@ from tilefit.parallel.choices import CHECKPOINTS, Precision, TrainingSplit
 from tilefit.parallel.memory_choices import Thrifty
 from tilefit.parallel.schedule import APART, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
 from tilefit.parallel.training import RankMemory, StepTime, Training
-from tilefit.rules.batch.memory import USABLE_SHARE
 
 #: Splits that are kept, best first.
 KEPT = 24
@@ -114,7 +114,7 @@ class Planner:
     @property
     def usable_bytes(self) -> float:
         """What a rank may hold; what the context takes is counted apart."""
-        return self.fabric.gpu.memory_bytes * USABLE_SHARE
+        return usable_bytes(self.fabric.gpu)
 
     def best(self, gpus: int, count: int = KEPT) -> list[Priced]:
         """The fastest splits over so many GPUs, best first; none where nothing fits.

@@ -38,7 +38,8 @@ class Recorder:
         looking: Whether this step is looked at closely: only then may a tracker wait for the device.
         look_soon: A tracker wants a close look at the next step.
         names: Names of modules and parameters by ``id``.
-        scale: The loss scale in the last step that was looked at closely, None without one.
+        scale, first_scale: The loss scale in the last step that was looked at closely, and in the first; None
+            without one.
         facts: What the run has: what a rule needs before there is anything to check.
         unchecked: What could not be looked at, and the rules that needed it.
     """
@@ -55,6 +56,7 @@ class Recorder:
         self.looking = True
         self.look_soon = False
         self.scale: float | None = None
+        self.first_scale: float | None = None
         self.names: dict[int, str] = {}
         self.facts: set[str] = set()
 

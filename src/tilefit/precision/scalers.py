@@ -119,6 +119,7 @@ class Scalers(Tracker):
         """Judge the scale, as fused optimizers skip steps on the device."""
         if self._recorder.looking and stepped.scaler is not None:
             self._recorder.scale = scale = scale_of(stepped.scaler)
+            self._recorder.first_scale = self._recorder.first_scale or scale
             known = self._ledger.scaler(stepped.scaler)
             if known.skipped < MANY_SKIPS and scale < 1:
                 self._judge_history(stepped.scaler, known)

@@ -26,6 +26,7 @@ from tilefit.precision.patches import Patches
 from tilefit.precision.ranks import Ranks
 from tilefit.precision.recorder import Recorder
 from tilefit.precision.rules import all_rules
+from tilefit.precision.rules.base import figure
 from tilefit.precision.scalers import Checkpoints, Scalers, Schedules
 from tilefit.precision.storage import Accumulators, Losses, Weights
 from tilefit.precision.tensors import has_values, name_of, sampled, stands_for_another
@@ -215,7 +216,11 @@ class Watch:
         recorder, names = self._recorder, [type(model).__name__ for model in self._models]
         trained = sorted(map(name_of, self._the(Regions).trained))
         autocast = f"autocast {'/'.join(trained)}" if trained else "no autocast seen"
-        scale = "no loss scale" if recorder.scale is None else f"loss scale {recorder.scale:g}"
+        scale = "no loss scale"
+        if recorder.first_scale is not None and recorder.scale is not None:
+            # An alarm names that of its own step.
+            ends = dict.fromkeys(map(figure, (recorder.first_scale, recorder.scale)))
+            scale = f"loss scale {' to '.join(ends)}"
         tables = tuple(table for table in (*self._exponents.tables(), self._statistics.table()) if table.rows)
         unchecked = [
             f"{', '.join(codes)}: {why}" if codes else why for why, codes in recorder.unchecked.items()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
-from tilefit.cost.footprint import footprint
+from tilefit.cost.footprint import footprint, usable_bytes
 from tilefit.cost.waits import own_work_s
 from tilefit.gpus import Gpu
 from tilefit.ops import PHASES, Conv, Gemm, Memory, Step, StepOp
@@ -124,7 +124,7 @@ def _summary(step: Step, gpu: Gpu, estimate: StepEstimate, priced: _Priced) -> S
         moved_bytes=sum(entry.op.moved_bytes for entry in step.ops),
         memory_bytes=step.memory.peak_bytes,
         memory=_memory(step, gpu),
-        largest_batch=step.largest_batch(gpu.memory_bytes),
+        largest_batch=step.largest_batch(usable_bytes(gpu)),
         parameter_count=step.parameter_count,
         op_count=len(step.ops),
         bounds_s=dict(estimate.bound_time_s),
@@ -168,7 +168,7 @@ def batch_curve(step: Step, gpu: Gpu, estimate: StepEstimate) -> tuple[BatchPoin
         The points by increasing batch, the step's own among them; nothing where the batch or the memory is
         not known, where no other batch fits, or of a step that does nothing.
     """
-    most = min(step.largest_batch(gpu.memory_bytes) or 0, _LARGEST_FACTOR * step.batch)
+    most = min(step.largest_batch(usable_bytes(gpu)) or 0, _LARGEST_FACTOR * step.batch)
     others = {1 << power for power in range(most.bit_length())} - {step.batch}
     if not others or not estimate.time_s:
         return ()

@@ -38,10 +38,7 @@ def render(document: Document) -> str:
     parts = [
         f"<h3>{escape(text.heading(first))}</h3>",
         f'<div class="quiet">{" · ".join(escape(phrase) for phrase in text.setup(first))}</div>',
-        _table(
-            ["", *(report.device.title for report in reports)],
-            [[label, *(cell(report) for report in reports)] for label, cell in text.COMPARED],
-        ),
+        _table(["", *(report.device.title for report in reports)], text.compared(reports)),
     ]
     if len(reports) > 1:
         rows = [[row.code, row.module, *map(text.gain_cell, row.per_gpu)] for row in across(reports)]

@@ -36,16 +36,16 @@ def render(document: Document, *, prices: Mapping[str, float] | None = None) -> 
     if isinstance(document, Watched):
         tables = [(table, _numeric(table)) for table in document.tables]
         title = text.watched_heading(document)
-        return _page("watched.html", title=title, document=document, tables=tables)
+        return page("watched.html", title=title, document=document, tables=tables)
     first = document.reports[0]
     views = [_view(report, prices) for report in document.reports]
-    return _page(
+    return page(
         "report.html",
         title=f"{text.heading(first)} on {', '.join(report.device.title for report in document.reports)}",
         heading=text.heading(first),
         setup=text.setup(first),
         views=views,
-        compared=[(label, [cell(report) for report in document.reports]) for label, cell in text.COMPARED],
+        compared=text.compared(document.reports),
         across=across(document.reports),
         version=first.version,
     )
@@ -141,7 +141,8 @@ def _numeric(table: Table) -> list[bool]:
     ]
 
 
-def _page(template: str, **values: Any) -> str:
+def page(template: str, **values: Any) -> str:
+    """A template of ``page/`` filled in, with the style, the script and the policy that all pages have."""
     environment = _environment()
     assert environment.loader is not None
     style, script = (environment.loader.get_source(environment, name)[0] for name in ("page.css", "page.js"))
@@ -149,10 +150,10 @@ def _page(template: str, **values: Any) -> str:
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
     )
-    page = environment.get_template(template).render(
+    made = environment.get_template(template).render(
         style=Markup(style), script=Markup(script), policy=policy, **values
     )
-    return page.rstrip("\n") + "\n"
+    return made.rstrip("\n") + "\n"
 
 
 def _hash(content: str) -> str:
@@ -167,6 +168,13 @@ def _marked(paragraph: str) -> Markup:
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if index % 2 else part for index, part in enumerate(parts)
     )
+
+
+def _lines(code: str) -> Markup:
+    """Lines of code, or of a patch: the one text of several lines, indented as it is."""
+    lines = code.expandtabs(4).splitlines()
+    indents = (line[: len(line) - len(line.lstrip(" "))] for line in lines)
+    return Markup("\n").join(indent + text.plain(line) for indent, line in zip(indents, lines, strict=True))
 
 
 @cache
@@ -209,5 +217,6 @@ def _environment() -> Environment:
         number=units.number,
         grouped=units.count,
         marked=_marked,
+        lines=_lines,
     )
     return environment

@@ -88,8 +88,7 @@ def _checked(document: Document, ops: bool) -> list[Part]:
     first = reports[0]
     parts = _head(text.heading(first), text.setup(first))
     labels = [escape(report.device.title) for report in reports]
-    facts = [[label, *map(cell, reports)] for label, cell in text.COMPARED]
-    parts.append(table(["", *labels], facts, "rows of figures"))
+    parts.append(table(["", *labels], text.compared(reports), "rows of figures"))
     if len(reports) > 1:
         rows = [[row.code, escape(row.module), *map(text.gain_cell, row.per_gpu)] for row in across(reports)]
         parts.append(table(["rule", "module", *labels], rows, "savings", "## What each change saves\n\n"))

@@ -112,8 +112,8 @@ class StepSummary:
         peak_share: That rate as a share of the GPU's dense peak in the main element type.
         moved_bytes: Compulsory memory traffic.
         memory_bytes: The most memory alive at once; ``memory`` says what for.
-        largest_batch: Samples that fit the GPU's memory when the activations grow with them; None where
-            the batch is not known.
+        largest_batch: Samples that fit what tensors can take of the GPU's memory (94 %, as in BAT002) if the
+            activations grow with them; None where the batch is not known.
         parameter_count: Parameters of the model, shared ones counted once.
         op_count: Operations.
         bounds_s: The step's time by what limits it: ``math``, ``memory`` and ``latency`` of the GPU, and

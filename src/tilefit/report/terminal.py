@@ -297,7 +297,7 @@ def _comparison(reports: Sequence[Report], width: int) -> RenderableType:
     ]
     found = across(reports)
     # What each row is called, how much of that is in a style, and its cells.
-    rows = [(label, "dim", len(label), [cell(report) for report in reports]) for label, cell in text.COMPARED]
+    rows = [(label, "dim", len(label), cells) for label, *cells in text.compared(reports)]
     if found:
         rows += [("", "", 0, []), ("what a change saves", "bold", 99, [])]
     for row in found:

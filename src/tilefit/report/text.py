@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilefit import units
@@ -293,8 +293,7 @@ def next_commands(document: Document) -> list[str]:
     return commands
 
 
-#: What a comparison of GPUs shows of each, by label.
-COMPARED: tuple[tuple[str, Callable[[Report], str]], ...] = (
+_COMPARED: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("time", lambda r: units.seconds(r.step.time_s)),
     ("80 % interval", lambda r: units.interval(r.step.low_s, r.step.high_s)),
     ("GPU busy", lambda r: units.seconds(r.step.gpu_time_s)),
@@ -302,12 +301,14 @@ COMPARED: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("rate", lambda r: units.rate(r.step.flop_per_s)),
     ("share of peak", lambda r: units.share(r.step.peak_share)),
     ("memory used", lambda r: units.share(r.step.memory.share)),
-    (
-        "largest batch",
-        lambda r: largest_batch(r) or "unknown",
-    ),
+    ("largest batch", lambda r: largest_batch(r) or "unknown"),
     ("findings", lambda r: str(len(r.findings))),
 )
+
+
+def compared(reports: Sequence[Report]) -> list[list[str]]:
+    """What a comparison of GPUs shows of each: a row of a label and a cell for each report."""
+    return [[label, *map(cell, reports)] for label, cell in _COMPARED]
 
 
 def gain_cell(finding: Finding | None) -> str:

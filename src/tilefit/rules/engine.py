@@ -11,7 +11,7 @@ from math import hypot, inf
 from typing import Unpack
 
 from tilefit.cost import Estimate, StepEstimate, estimate_step
-from tilefit.cost.estimate import WAITS
+from tilefit.cost.estimate import EXPOSED, LAUNCH, WAITS
 from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
 from tilefit.ops import Step, StepOp
@@ -168,10 +168,30 @@ def changed(step: Step, change: Change) -> Step:
 def gain(before: StepEstimate, after: StepEstimate, change: Change) -> tuple[float, float, float]:
     """What a change saves, in seconds per step of the original's work, and the 80 % interval of it."""
     gain_s = before.time_s - after.time_s / change.work_ratio
-    high_s = gain_s + _spread_s(before, after, change, _above_s, _below_s)
+    on_hosts_s = [_gain_on_host_s(before, after, change, before.host_spread**side) for side in (-1, 1)]
+    less_s, more_s = (max(0.0, *(side * (gain_s - each) for each in on_hosts_s)) for side in (1, -1))
+    high_s = gain_s + hypot(_spread_s(before, after, change, _above_s, _below_s), more_s)
     if change.work_ratio > 1.0:  # more work takes no less time
         high_s = max(gain_s, min(high_s, before.time_s * (1.0 - 1.0 / change.work_ratio)))
-    return gain_s, gain_s - _spread_s(before, after, change, _below_s, _above_s), high_s
+    below_s = _spread_s(before, after, change, _below_s, _above_s)
+    low_s = gain_s - hypot(below_s, less_s)
+    # A host may take so long that nothing is gained, but no change of the GPU's work makes it slower.
+    return gain_s, max(0.0, low_s) if below_s < gain_s else low_s, high_s
+
+
+def _gain_on_host_s(before: StepEstimate, after: StepEstimate, change: Change, scale: float) -> float:
+    """What a change saves where the host takes so many times as long; of more work, that share of it."""
+    before_s, after_s = (_on_host_s(each, scale) for each in (before, after))
+    after_s /= change.work_ratio
+    return before_s - after_s if change.work_ratio == 1.0 else before.time_s * (1.0 - after_s / before_s)
+
+
+def _on_host_s(estimate: StepEstimate, scale: float) -> float:
+    """A step's time on such a host."""
+    bounds_s = estimate.bound_time_s
+    waits_s, exposed_s = bounds_s.get(WAITS, 0.0), bounds_s.get(EXPOSED, 0.0)
+    gpu_s = estimate.time_s - bounds_s.get(LAUNCH, 0.0) - waits_s - exposed_s
+    return max(gpu_s, scale * estimate.host_time_s) + scale * waits_s + exposed_s
 
 
 def _price(context: Context, code: str, proposal: Proposal) -> Finding:
@@ -200,15 +220,15 @@ def _price(context: Context, code: str, proposal: Proposal) -> Finding:
 
 
 def _is_worth(context: Context, proposal: Proposal, finding: Finding, min_gain: float) -> bool:
-    """Worth reporting: above the noise of the operations and of the step, and a gain nine times in ten; and
-    what has no price."""
+    """Worth reporting: above the noise of the operations and of the step, and a gain nine times in ten, by
+    the times of the GPU; and what has no price."""
     if proposal.change is None:
         return True
     touched_s = context.time_s(proposal.change.replace)
     return (
         finding.gain_fraction >= min_gain
         and finding.gain_s >= OPERATION_SHARE * touched_s
-        and finding.gain_low_s > 0
+        and finding.gain_low_s >= 0 < finding.gain_s
     )
 
 
@@ -219,7 +239,7 @@ def _spread_s(
     width_s: Callable[[Estimate], float],
     opposite_s: Callable[[Estimate], float],
 ) -> float:
-    """How far the gain's 80 % interval reaches to one side of it.
+    """How far the gain's 80 % interval reaches to one side of it, as far as the GPU's times go.
 
     The gain is least where the replaced operations take less than predicted (``width_s`` is then how much
     less) and their replacements more (``opposite_s``); and the other way round.
@@ -239,10 +259,7 @@ def _spread_s(
         for sign, estimates in ((1, before.ops), (-1, after.ops)):
             for estimate in estimates:
                 paths[estimate.kernel_family, estimate.bound] += sign * width_s(estimate)
-        waits_s = before.bound_time_s.get(WAITS, 0.0) - after.bound_time_s.get(WAITS, 0.0)
-        if before.ops == after.ops:  # nothing but what the host does has changed
-            waits_s = before.time_s - after.time_s
-        return hypot(*paths.values(), (before.host_spread - 1.0) * waits_s)
+        return hypot(*paths.values())
     pairs: Counter[tuple[Estimate, tuple[Estimate, ...]]] = Counter()
     shift = 0
     for index in sorted(change.replace):

@@ -17,11 +17,11 @@ from tilefit.assessment import Assessment
 from tilefit.capture.child import capture_in_child, captures_in_child
 from tilefit.capture.naming import has_source, program_file, require_readable
 from tilefit.cost import fuse
+from tilefit.cost.footprint import usable_bytes
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import ProgramOptions, Selection, StepOptions, TargetOptions
-from tilefit.rules.batch.memory import usable_bytes
 
 if TYPE_CHECKING:
     from tilefit.fixes import Plan

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from tilefit.cost import MEASURED
+from tilefit.cost.footprint import usable_bytes
 from tilefit.options import TargetOptions
-from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.sweep.best import MOST_MEASUREMENTS, Trial, best_batch
 from tilefit.sweep.kept import Kept
 from tilefit.sweep.meter import Meter
@@ -86,7 +86,7 @@ def search(
             return None
         return Trial(batch, point.time_s, point.low_s, point.high_s, point.memory_bytes)
 
-    done = best_batch(points, USABLE_SHARE * grid.gpus[0].memory_bytes, measure)
+    done = best_batch(points, usable_bytes(grid.gpus[0]), measure)
     said = (
         f"Best batch: {done.best.batch}, found with {done.measurements} of at most {MOST_MEASUREMENTS} "
         "measurements."

@@ -11,13 +11,13 @@ from typing import Any
 from tilefit.capture.child import captures_in_child
 from tilefit.capture.interpolated import SMOOTH, Capture, capture_sizes, first_captures
 from tilefit.cost import fuse
+from tilefit.cost.footprint import usable_bytes
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError, UsageError
 from tilefit.ops import Step
 from tilefit.options import AnyOptions, Split, TargetOptions
 from tilefit.parallel import SplitStep, estimate_split, split_step
-from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.session.fleet import Fleet
 from tilefit.sweep.axes import SETTINGS, SPLITS, Axis, Value
 from tilefit.sweep.feed import Feed
@@ -268,7 +268,7 @@ class _Case:
             flop=parts.tensor_flop,
             gpus=self.split.gpus,
             memory_bytes=time.memory_bytes,
-            fits=time.memory_bytes <= USABLE_SHARE * self.gpu.memory_bytes,
+            fits=time.memory_bytes <= usable_bytes(self.gpu),
             provenance=time.provenance,
             notes=(*parts.problems, *((_UNPRICED,) if time.unpriced else ())),
         )

@@ -112,3 +112,11 @@ def test_the_largest_batch_looked_at_is_said_where_the_rate_still_rises(h200: Gp
     (finding,) = run(small(1), h200, select=["BAT001"])
     assert "64 times the batch was not looked at" in finding.arithmetic[-1]
     assert "fewer updates" in finding.fix
+
+
+def test_a_layer_as_wide_as_the_batch_is_no_product_of_samples(h200: Gpu) -> None:
+    """The gradient of its weight is as large as the batch on either side."""
+    b = StepBuilder(1024, settings=Settings(amp="bf16"))
+    for i in range(4):
+        b.linear(f"layers.{i}", 1024, 1024, 1024)
+    assert run(b.step(memory=Memory(parameter_bytes=GB, peak_bytes=2 * GB)), h200, select=["BAT001"])

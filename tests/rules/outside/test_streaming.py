@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tilefit import units
 from tilefit.capture import capture
 from tilefit.cost.fusion import fuse
 from tilefit.cost.lowering import PAD
-from tilefit.ops import Streaming
+from tilefit.ops import Step, Streaming
 from toys import LanguageModel, tokens
 from whatif import findings, saved_s
 
@@ -145,3 +147,29 @@ def test_what_is_saved_beside_the_layout_is_of_the_gpus_time() -> None:
     step = capture(nn.Sequential(*layers), torch.empty(64, 128, 56, 56), amp="bf16")
     (finding,) = findings(step, "NTC001")
     assert finding.gain_s == pytest.approx(saved_s(step, fuse(step)))
+
+
+def _launched(rows: int, *, compiled: bool = True) -> Step:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)) for _ in range(12)))
+    step = capture(model, torch.empty(rows, 512, device="meta"), amp="bf16", compile=compiled)
+    return fuse(step) if compiled else step
+
+
+def test_where_the_host_limits_compiled_code_graphs_save_its_launches() -> None:
+    step = _launched(512)
+    (finding,) = findings(step, "NTC006")
+    graphed = replace(step, settings=replace(step.settings, cuda_graph=True))
+    assert finding.gain_s == pytest.approx(saved_s(step, graphed))
+    assert not findings(graphed, "NTC006")
+    assert not findings(replace(step, settings=replace(step.settings, split=True)), "NTC006")
+    # Not compiled, the advice to compile says the same.
+    eager = _launched(512, compiled=False)
+    assert not findings(eager, "NTC006")
+    (compiling,) = findings(eager, "NTC001")
+    assert f"saves {units.seconds(finding.gain_s)} more." in compiling.fix
+
+
+def test_where_the_gpu_limits_compiled_code_graphs_save_nothing() -> None:
+    assert not findings(_launched(262144), "NTC006")
+    (compiling,) = findings(_launched(262144, compiled=False), "NTC001")
+    assert "CUDA graphs" not in compiling.fix

@@ -150,6 +150,8 @@ def _inputs_by_modules(model: nn.Module, options: TargetOptions, path: str) -> A
         options.refuse_sizes("the model has no nn.Embedding, which would read tokens", ["seq"])
     elif options.seq is not None:
         return (make((batch or DEFAULT_TEXT_BATCH, options.seq), torch.int64, options.device),)
+    if not inspect.signature(model.forward).parameters:
+        return ()
     raise UsageError(
         f"{path} returned a model without inputs",
         hint='Return (model, inputs), or give --input "x: float32[32,3,224,224]", --image-size or --seq.',

@@ -16,8 +16,10 @@ from torch import nn
 
 #: Attributes that a changed module has more than a plain one.
 OF_CHANGED = ("_tilefit", "_replicate_for_data_parallel", "__prepare_scriptable__", "forward")
+#: Where a compiled module keeps its compiled call: neither copies nor pickles have it.
+_COMPILED = "_compiled_call_impl"
 #: What every module may have for itself.
-OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED))
+OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED, _COMPILED))
 
 #: Something that code reads: of what (None where nobody can put another in its place), its name, its value.
 _Read = tuple[Any, str, Any]
@@ -124,7 +126,7 @@ class Assumed:
         """Of a module as it is now."""
         attributes = vars(module)
         own = attributes.keys() - OF_MODULES
-        size = len(attributes.keys() - OF_CHANGED)
+        size = len(attributes.keys() - {*OF_CHANGED, _COMPILED})
         if is_torchs(module):
             own, size = {name for name in own if is_plain(attributes[name])}, -1
         names = tuple(name for name in attributes if name in own)
@@ -162,7 +164,8 @@ class Assumed:
         attributes = vars(module)
         if tuple(attributes["_modules"]) != self.parts:
             return False
-        if self.size not in (-1, len(attributes) - (len(OF_CHANGED) if "_tilefit" in attributes else 0)):
+        more = len(OF_CHANGED) if "_tilefit" in attributes else 0
+        if self.size not in (-1, len(attributes) - more - (_COMPILED in attributes)):
             return False
         try:
             return bool(self.get(attributes) == self.values) and _hold_the_same(self.holding)

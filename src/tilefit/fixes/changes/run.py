@@ -12,11 +12,11 @@ from torch import nn
 
 from tilefit.capture.copies import copied, on_device
 from tilefit.capture.run import capture
+from tilefit.cost.footprint import usable_bytes
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.options import StepOptions
-from tilefit.rules.batch.memory import usable_bytes
 
 
 @dataclass(slots=True)

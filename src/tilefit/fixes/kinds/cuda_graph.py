@@ -21,6 +21,7 @@ from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix, refuse
 from tilefit.fixes.changes.hooks import are_all_watched, has_hooks
 from tilefit.fixes.changes.run import Run
+from tilefit.rules.outside.graphs import WAITS
 
 #: A call is captured when it has been made this often, with tensors of the same sizes.
 _CALLS = 3
@@ -28,8 +29,6 @@ _CALLS = 3
 #: each call keeps the memory of its activations.
 _MOST_GRAPHS = 4
 _MOST_STATES = 4
-#: Share of the step that the GPU waits for the host, from which on graphs are tried: they keep memory.
-WAITS = 0.1
 #: Runs before a capture, in which libraries choose their kernels (PyTorch, ``make_graphed_callables``).
 _WARM_UP = 3
 _PLAIN = (type(None), bool, int, float, str)

@@ -19,9 +19,9 @@ from tilefit.fixes.changes.behaviour import Behaviour
 from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, Stage, fix, refuse
 from tilefit.fixes.changes.run import Run
-from tilefit.fixes.kinds.cuda_graph import WAITS
-from tilefit.ops import Conv, Recurrent, Step
+from tilefit.ops import Conv
 from tilefit.rules.finding import UNSAFE
+from tilefit.rules.outside.graphs import WAITS, is_in_parts
 
 # ---- the compiler --------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def _called(model: nn.Module) -> Callable[..., Any]:
     return call
 
 
-@fix("compile", "NTC001", stage=Stage.RUN)
+@fix("compile", "NTC001", "NTC006", stage=Stage.RUN)
 def compile_model(context: Context) -> Found:
     """Compiles the model: ``torch.compile`` makes few kernels of its streaming operations.
 
@@ -88,16 +88,8 @@ def compile_model(context: Context) -> Found:
     if not run.options.compile:
         yield compilation(DEFAULT)
     fused = estimate_step(fuse(step), context.gpu)
-    if not _in_parts(step) and fused.launch_share > WAITS:
+    if not is_in_parts(step) and fused.launch_share > WAITS:
         yield compilation(REDUCE_OVERHEAD)
-
-
-def _in_parts(step: Step) -> bool:
-    """Whether the compiler makes several parts of the model, with Python in between that no graph spans.
-
-    Recurrent layers are such Python: the compiler does not look into them.
-    """
-    return step.settings.split or any(isinstance(entry.op, Recurrent) for entry in step.ops)
 
 
 # ---- the optimizer -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What can be changed and what was: for people, as JSON, as Markdown, and as the report of the findings."""
+"""What can be changed and what was: for people, as JSON, Markdown, a page, and the report of the findings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.text import Text
 from tilefit import console, units
 from tilefit.formats import FORMATS, render, renders
 from tilefit.report import Report, text
+from tilefit.report.html_page import page
 from tilefit.report.markdown import escape, table
 from tilefit.rules.finding import THROUGHPUT
 from tilefit.rules.sites import pattern
@@ -305,6 +306,23 @@ def as_markdown(outcome: Outcome) -> str:
     return "\n".join(lines) + "\n"
 
 
+# ---- for a browser -----------------------------------------------------------------------------
+
+
+@renders(Outcome, "html")
+def as_page(outcome: Outcome) -> str:
+    """The outcome as a page of its own, with the words of the other formats."""
+    return page(
+        "fix.html",
+        title=f"{_heading(outcome)}: fixes",
+        heading=_heading(outcome),
+        setup=text.setup(outcome.report),
+        sections=list(_sections(outcome)),
+        nothing="" if outcome.exit_code else NOTHING,
+        version=outcome.report.version,
+    )
+
+
 # The formats for findings show those, as a check does.
-for _format in set(FORMATS) - {"text", "json", "markdown"}:
+for _format in set(FORMATS) - {"text", "json", "markdown", "html"}:
     renders(Outcome, _format)(lambda outcome, form=_format: render(outcome.report, form))

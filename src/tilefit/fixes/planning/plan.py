@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -154,6 +154,12 @@ class Plan:
         self.fixes = ()
         self.after_s, self.after_bytes = self.before_s, self.before_bytes
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a plan knows how to take its changes back from one model, and cannot be copied or pickled: take "
+            "plan.model, which stays changed, or plan.to_dict()"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
         proof = self.verification
@@ -200,9 +206,7 @@ class Plan:
             yield Text(fix.name, style="bold"), saved, fix.summary + mark
 
     def _repr_html_(self) -> str:
-        from rich.console import Console
-
-        page = Console(record=True, file=io.StringIO(), width=100)
+        page = console.console(record=True, file=io.StringIO(), width=100)
         page.print(self)
         return page.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 

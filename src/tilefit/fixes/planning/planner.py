@@ -413,7 +413,8 @@ class _Planner:
             return _gain(self.now, after)[0] >= self.min_gain * self.now.estimate.time_s
         pairs = zip((self.now.estimate, *self.now.on_hosts), (after.estimate, *after.on_hosts), strict=True)
         counts = any(now.time_s - then.time_s >= self.min_gain * now.time_s for now, then in pairs)
-        if not counts or _gain(self.now, after)[1] <= 0:
+        gain_s, low_s, _ = _gain(self.now, after)
+        if not counts or gain_s <= 0 or low_s < 0:
             return False
         saved = 1 - after.estimate.time_s / self.first.estimate.time_s
         for scale, then, first in zip(self.hosts, after.on_hosts, self.first.on_hosts, strict=True):

@@ -75,7 +75,9 @@ class PrecisionRule(ABC):
 
 
 def figure(value: float) -> str:
-    """A number of any size, short: ``65536``, ``0.125``, ``1.5e-05``."""
+    """A number of any size, short: ``65536``, ``0.125``, ``1.5e-05``; a whole one exactly, as scales are."""
+    if abs(value) < 1e9 and value == int(value):
+        return str(int(value))
     return f"{value:g}" if value == 0 or 1e-3 <= abs(value) < 1e7 else f"{value:.2g}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilefit.cost import curve, estimate_step
-from tilefit.ops import Gemm, Step
+from tilefit.ops import FORWARD, Gemm, Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.batch.memory import largest_batch
@@ -93,7 +93,7 @@ class BatchBelowKnee(Rule):
 def _pairs_samples(step: Step) -> bool:
     """Whether all samples are multiplied with all, as a contrastive loss does: its work is no multiple of the
     batch's."""
-    products = (op for _, entry, op in step.each(Gemm) if not entry.parameter)
+    products = (op for _, entry, op in step.each(Gemm) if not entry.parameter and entry.phase == FORWARD)
     return any(op.batch == 1 < step.batch == op.m == op.n for op in products)
 
 

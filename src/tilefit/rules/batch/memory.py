@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
+from tilefit.cost.footprint import USABLE_SHARE, usable_bytes
 from tilefit.cost.recompute import Recompute
 from tilefit.cost.waits import host_bytes_per_s
 from tilefit.gpus import Gpu
@@ -14,21 +15,12 @@ from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
 from tilefit.units import capacity, seconds, share, size
 
-#: Share of the memory that tensors can fill; the rest goes to the CUDA context, library workspaces and the
-#: allocator's fragmentation. A choice, not a measurement.
-USABLE_SHARE = 0.94
-
 #: Of the state of an fp32 optimizer: in bf16, and in 8 bits with a scale of 4 bytes for 256 values
 #: (Dettmers and others, "8-bit Optimizers via Block-wise Quantization", 2022).
 OF_BF16, OF_EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
 #: Parts that a loss over many classes is computed in, and the share of the peak from which on it is worth a
 #: word: choices.
 CHUNKS, _LARGE = 8, 0.05
-
-
-def usable_bytes(gpu: Gpu) -> float:
-    """What the tensors of a step can take of a GPU's memory."""
-    return USABLE_SHARE * gpu.memory_bytes
 
 
 def largest_batch(step: Step, gpu: Gpu) -> int:

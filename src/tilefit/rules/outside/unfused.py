@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.lowering import PAD
+from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Gemm, Habit, Op, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
+from tilefit.rules.outside.graphs import is_replayable, replayed
 from tilefit.units import seconds, share, size
 
 _WORST = 3
@@ -111,7 +113,7 @@ class Unfused(Rule):
             place=Place(),
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
             f"the GPU time, outside the Tensor Cores; compiled, {left}",
-            fix=_advice(habits),
+            fix=_advice(habits) + _replayed(fused, after, gpu),
             safety=SAFE,
             change=Change(step=fused, rewrite=fuse),
             arithmetic=(
@@ -119,6 +121,15 @@ class Unfused(Rule):
                 f"most GPU time is saved in {', '.join(worst)}" if worst else "launches are what is saved",
             ),
         )
+
+
+def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> str:
+    """What CUDA graphs save beyond, as NTC006 says of the compiled step; empty where the GPU limits it."""
+    if not is_replayable(fused, after):
+        return ""
+    more_s = after.time_s - replayed(fused, gpu).time_s
+    graphs = f'mode="reduce-overhead" (CUDA graphs) saves {seconds(more_s)} more'
+    return f" The host still limits the compiled step: {graphs}."
 
 
 def _advice(habits: Iterable[Habit]) -> str:

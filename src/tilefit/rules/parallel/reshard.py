@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tilefit.cost.footprint import usable_bytes
 from tilefit.ops import FORWARD, OPTIMIZER
 from tilefit.ops.collective import ALL_GATHER
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
-from tilefit.rules.batch.memory import USABLE_SHARE
 from tilefit.rules.exchanges import without, without_ops
 from tilefit.rules.finding import SAFE
 from tilefit.units import capacity, counted, seconds
@@ -65,7 +65,7 @@ class GatheredAgain(Rule):
             return
         kept = sum(exchanges[i].bytes for i in before)
         needed = step.memory.peak_bytes + kept
-        if needed > USABLE_SHARE * context.gpu.memory_bytes:
+        if needed > usable_bytes(context.gpu):
             return
         copies = {
             i
