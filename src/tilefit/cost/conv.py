@@ -29,7 +29,7 @@ from tilefit.cost.memory import clocks_s, floor_s, moved_s, rate_bytes_per_s
 from tilefit.cost.tables import toml
 from tilefit.cost.tiles import STAGE_BYTES, TILES, ceil_div, count, round_up
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Op, Settings, StepOp
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Op, StepOp
 from tilefit.ops.dtypes import HALVES, LINE_BYTES, elements_per_access, size_bytes
 
 #: fp32 convolutions of 3 x 3 and 5 x 5 at stride 1 run by Winograd's algorithm: how much faster than the
@@ -217,9 +217,9 @@ def with_bias(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
 
 
 @launches(Conv)
-def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float | None]:
+def launch_conv(op: Conv, phase: str, gpu: Gpu, compiled: bool) -> tuple[int, float | None]:
     """Compiled, one call makes both gradients of a convolution."""
-    return 1, KERNEL_S * kernels(op, gpu) if settings.compiled and op.direction == BACKWARD_WEIGHT else None
+    return 1, KERNEL_S * kernels(op, gpu) if compiled and op.direction == BACKWARD_WEIGHT else None
 
 
 @counts(Conv)

@@ -18,7 +18,7 @@ from tilefit.cost.recurrent_times import persistent_steps, table
 from tilefit.cost.streaming import estimate_streaming
 from tilefit.cost.tables import toml
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings, StepOp, Streaming
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
 
 #: Half-widths of the 80 % interval: of cuDNN's algorithms as computed; as corrected by the sizes measured,
@@ -42,7 +42,7 @@ PERSISTENT_KERNELS = 4
 
 
 @launches(Recurrent)
-def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float]:
+def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, compiled: bool) -> tuple[int, float]:
     """One call, in which the standard algorithm takes the host's time for each step."""
     if persistent_steps(op, gpu) is not None:
         return PERSISTENT_KERNELS * op.num_layers, RECURRENT_S * op.num_layers
@@ -55,7 +55,7 @@ def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) ->
 @counts(Recurrent)
 def count_recurrent(op: Recurrent, gpu: Gpu, entry: StepOp) -> int:
     """Those that are launched, whatever the host's time."""
-    return launch_recurrent(op, entry.phase, gpu, Settings())[0]
+    return launch_recurrent(op, entry.phase, gpu, False)[0]
 
 
 @estimates(Recurrent)

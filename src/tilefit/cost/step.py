@@ -31,6 +31,7 @@ from tilefit.cost.streams import Timed, fabric_of, run
 from tilefit.cost.waits import launches_block, own_work_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Gemm, Step
+from tilefit.ops.step import Same
 
 _MOST_KNOWN = 64
 
@@ -144,7 +145,7 @@ def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
     """The other ranks that were run. What was changed in this one since is taken to be changed in them, with
     the same effect on their times."""
     known = {
-        each.program.rank: _captured(_Same(each), device) for each in step.ranks if each.program is not None
+        each.program.rank: _captured(Same(each), device) for each in step.ranks if each.program is not None
     }
     own = known.pop(timed.program.rank, timed)
     launches, times = (
@@ -155,20 +156,8 @@ def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
         yield Timed(each.program, [launches * s for s in each.launches_s], [times * s for s in each.times_s])
 
 
-class _Same(NamedTuple):
-    """A step as a key: only itself is equal to it, and comparing takes no time."""
-
-    step: Step
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.step is other.step
-
-    def __hash__(self) -> int:
-        return id(self.step)
-
-
 @lru_cache(_MOST_KNOWN)
-def _captured(same: _Same, device: PricedGpu) -> Timed:
+def _captured(same: Same, device: PricedGpu) -> Timed:
     """A rank's step on a GPU, its host as it is stated. Rules price a step dozens of times, and its other
     ranks do not change meanwhile."""
     step = same.step

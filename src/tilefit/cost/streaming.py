@@ -17,7 +17,7 @@ from tilefit.cost.memory import clocks_s, floor_s, moved_s
 from tilefit.cost.sums import SUMMED, summed_s
 from tilefit.cost.tables import DATA, toml
 from tilefit.gpus import Gpu
-from tilefit.ops import Op, Settings, StepOp, Streaming
+from tilefit.ops import Op, StepOp, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, size_bytes
 from tilefit.ops.streaming import ROLES
 
@@ -204,7 +204,7 @@ def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimat
 
 
 @launches(Streaming)
-def launch_streaming(op: Streaming, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float | None]:
+def launch_streaming(op: Streaming, phase: str, gpu: Gpu, compiled: bool) -> tuple[int, float | None]:
     """The compiler generates the kernels, and what launches them."""
     return op.kernels, COMPILED_KERNEL_S * op.kernels if op.function == GENERATED else None
 

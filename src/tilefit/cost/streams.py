@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilefit.cost.estimate import Span, Streams
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
@@ -215,6 +215,8 @@ class _Clocks:
         self.called: Counter[str] = Counter()
         self.stream = 0
         self.made = Streams()
+        #: What each stream does when is told of the last step, if there are several.
+        self.told = False
         #: The exchanges of the step: of each its stream, and when that would go on without it.
         self.exchanged: dict[int, tuple[_Meeting, int, _End]] = {}
         #: Actions so far.
@@ -222,13 +224,16 @@ class _Clocks:
 
     def steps(self) -> Iterator[str]:
         """Go through some steps, to the one that is told; gives way where another rank has to go on first."""
-        actions = _actions(self.program, len(self.times_s))
-        for _ in range(_BEFORE + 1):
+        #: What goes through what the host asks for; whether it could.
+        ways: Any = {range: self._work, HostEvent: self._meet, Ordered: self._ask}
+        actions = [(ways[type(each)], each) for each in _actions(self.program, len(self.times_s))]
+        for left in range(_BEFORE, -1, -1):
+            self.told = left == 0 and bool(self.program.order)
             while (now_s := self.ends[0].known_s) == inf:
                 yield "waits"
             self._begin(now_s)
-            for action in actions:
-                while not self._take(action):
+            for way, action in actions:
+                while not way(action):
                     yield "waits"
                 self.taken += 1
         while inf in (now_s := self.ends[0].known_s, *(each.end_s for each, *_ in self.exchanged.values())):
@@ -271,12 +276,7 @@ class _Clocks:
                 made[span.index] += max(0.0, min(end_s, span.end_s) - max(begin_s, span.start_s))
         return made
 
-    def _take(self, action: range | Ordered | HostEvent) -> bool:
-        """What the host asks for next; whether it could be gone through."""
-        if isinstance(action, range):
-            return self._work(action)
-        if isinstance(action, HostEvent):
-            return self._meet(action)
+    def _ask(self, action: Ordered) -> bool:
         if action.kind == AWAIT:
             return self._await(action)
         if action.kind == TO_STREAM:
@@ -291,24 +291,27 @@ class _Clocks:
         stream, now = self.stream, self.ends[self.stream]
         if (now_s := now.known_s) == inf:
             return False
-        host_s, begin_s, spans = self.host_s, self.begin_s, self.made.spans
-        for index in operations:
-            host_s += self.launches_s[index]
+        host_s, begin_s, spans, blocking = self.host_s, self.begin_s, self.made.spans, self.blocking
+        part = slice(operations.start, operations.stop)
+        for index, launch_s, time_s in zip(
+            operations, self.launches_s[part], self.times_s[part], strict=True
+        ):
+            host_s += launch_s
             start_s = host_s if host_s > now_s else now_s
-            now_s = start_s + self.times_s[index]
-            if self.blocking:
+            now_s = start_s + time_s
+            if blocking:
                 host_s = now_s
-            spans.append(Span(stream, start_s - begin_s, now_s - begin_s, index))
+            if self.told:
+                spans.append(Span(stream, start_s - begin_s, now_s - begin_s, index))
         self.host_s, self.ends[stream] = host_s, _End(now_s, None, now.why)
         self.made.aside += operations if stream else ()
         return True
 
     def _meet(self, event: HostEvent) -> bool:
         everything = event.kind == WAIT and event.name == "synchronize" and not event.event
-        waited = [self._event(event.event) if event.event else self.ends[self.stream]]
-        if everything:
-            waited = [*self.ends.values()]
-        if (until_s := max(each.known_s for each in waited)) == inf:
+        waited = self._event(event.event) if event.event else self.ends[self.stream]
+        until_s = max(each.known_s for each in self.ends.values()) if everything else waited.known_s
+        if until_s == inf:
             return False
         self.host_s += self.scale * FORWARD_S
         if event.event:
@@ -316,7 +319,7 @@ class _Clocks:
             return True
         if not everything:
             until_s = max(self.host_s, until_s) + copy_s(event, self.gpu)
-            self.ends[self.stream] = _End(until_s, why=waited[0].why)
+            self.ends[self.stream] = _End(until_s, why=waited.why)
         if event.blocks:
             self.host_s = max(self.host_s, until_s)
         return True
