@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from importlib import resources
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tilefit.cost.calibration import DAMAGED, Calibration, damage, load, read
 from tilefit.cost.constants import Constants, constants
 from tilefit.cost.launch import KNOWN_HOST, UNKNOWN_HOST
 from tilefit.cost.measured import MeasuredRun
-from tilefit.cost.tables import toml
+from tilefit.cost.tables import DATA, toml
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Op, Streaming
@@ -108,9 +107,8 @@ class PricedGpu(Gpu):
     @property
     def launch_scale(self) -> float:
         """Host time of a step, over what :mod:`tilefit.cost.launch` states."""
-        if self.run is not None and self.run.launch_scale is not None:
-            return self.run.launch_scale
-        return self.calibration.launch_scale
+        timed = self.run.launch_scale if self.run else None
+        return self.calibration.launch_scale if timed is None else timed
 
     @property
     def launch_spread(self) -> float:
@@ -242,17 +240,15 @@ def user_path(gpu: str) -> Path:
 @lru_cache(maxsize=64)
 def shipped(gpu: str) -> Calibration | None:
     """The calibration that ships for a GPU, by its short name."""
-    path = resources.files("tilefit.cost") / "data" / f"{gpu}.npz"
+    path = DATA / f"{gpu}.npz"
     return read(path) if path.is_file() else None
 
 
 @lru_cache(maxsize=64)
 def _donated(capability: tuple[int, int]) -> Calibration:
     """The calibration that ships for another GPU, if there can be one of the same compute capability."""
-    folder = resources.files("tilefit.cost") / "data"
-    files = [name for name in gpus.names() if (folder / f"{name}.npz").is_file()]
     # One that was made on top of a donor's says little without it.
-    donors = {name: found for name in files if (found := shipped(name)) and not found.on_shipped}
+    donors = {name: found for name in gpus.names() if (found := shipped(name)) and not found.on_shipped}
     alike = [found for name, found in donors.items() if gpus.get(name).compute_capability == capability]
     return (alike or [*donors.values()])[0]
 
@@ -372,16 +368,16 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
     """
     if own.quick:
         return corrected(own)
+    name = own.about["gpu"]
     if not own.networks:  # nothing but links was measured
-        ships, name = _ships(gpus.get(own.about["gpu"])), own.about["gpu"]
-        of = ships.about["gpu"]
-        donor = of if of != name else ""
+        ships = _ships(gpus.get(name))
+        donor = ships.about["gpu"] if ships.about["gpu"] != name else ""
         return replace(ships, about=ships.about | {"gpu": name}, donor=donor, links=own.links)
-    mine = {kind: own.networks[kind] for kind in kinds}
     if own.on_shipped:
-        _below(gpus.get(own.about["gpu"]), own)
+        _below(gpus.get(name), own)
         return replace(own, networks={kind: own.networks[kind] for kind in _better(own)})
-    others = shipped(own.about["gpu"])
+    mine = {kind: own.networks[kind] for kind in kinds}
+    others = shipped(name)
     if others is None or others.on_shipped:  # these networks correct something else
         return replace(own, networks=mine)
     theirs = {kind: net for kind, net in others.networks.items() if kind not in mine}

@@ -174,9 +174,8 @@ class _Board:
     """Where ranks find each other: the n-th exchange of a group is the same for all that have as many."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
-        called = [Counter(each.group for each in program.exchanges) for program in programs]
-        groups = sorted(set[str]().union(*called))
-        self._ranks = {group: sum(group in own for own in called) for group in groups}
+        of_each = ({exchange.group for exchange in program.exchanges} for program in programs)
+        self._ranks = Counter(group for groups in of_each for group in groups)
         self._meetings: dict[tuple[str, int], _Meeting] = {}
         #: Exchanges for which a rank did not come.
         self.unmet = 0
