@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilefit.cost import LAUNCH, estimate_step, fuse
-from tilefit.cost.estimate import WAITS
+from tilefit.cost import estimate_step, fuse
+from tilefit.cost.estimate import LAUNCH, WAITS
 from tilefit.cost.launch import FORWARD_S, IDLE_S
 from tilefit.cost.streams import Timed, run
 from tilefit.cost.waits import copy_s

@@ -231,21 +231,19 @@ class Recompute:
 
     def _next(self, chosen: set[str], at: float, need: float) -> set[str] | None:
         """The choice with one more module: the one that costs least for each byte that it frees at ``at``."""
-        cheapest: tuple[float, set[str]] | None = None
-        covered = {path for each in chosen for path in _around(each)}
         inner = {path: self._relief(path, at) for path in chosen}
-        for path, part in self.parts.items():
-            if path in chosen or any(outer in chosen for outer in _around(path)):
-                continue
-            replaced = {p for p in chosen if path in _around(p)} if path in covered else set()
-            relief = self._relief(path, at) - sum(inner[p] for p in replaced)
-            if relief <= 0:
-                continue
-            extra_s = part.extra_s - sum(self.parts[p].extra_s for p in replaced)
-            cost = (extra_s + _COUNTED * CALL_S) / min(relief, need)
-            if cheapest is None or cost < cheapest[0]:
-                cheapest = cost, (chosen - replaced) | {path}
-        return cheapest and cheapest[1]
+
+        def choices() -> Iterator[tuple[float, set[str]]]:
+            for path, part in self.parts.items():
+                if path in chosen or any(outer in chosen for outer in _around(path)):
+                    continue
+                replaced = {p for p in chosen if p.startswith(f"{path}.")}
+                relief = self._relief(path, at) - sum(inner[p] for p in replaced)
+                if relief > 0:
+                    extra_s = part.extra_s - sum(self.parts[p].extra_s for p in replaced)
+                    yield (extra_s + _COUNTED * CALL_S) / min(relief, need), (chosen - replaced) | {path}
+
+        return min(choices(), key=lambda choice: choice[0], default=(0.0, None))[1]
 
     def _relief(self, path: str, at: float) -> int:
         return -sum(size for place, _, size in self._changed([path]) if place <= at)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import hypot
 from typing import NamedTuple
 
@@ -63,7 +63,9 @@ def estimate_step(
             estimates = [device.run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
     estimates = tuple(estimates)
     scale = device.launch_scale if launch_scale is None else launch_scale
-    timed = _Timer(step, device, [each.time_s for each in estimates], python_s)
+    launches_s, times_s = _with_launches(step, device, [each.time_s for each in estimates])
+    slower = 1.0 + python_s / (sum(launches_s) or 1.0)  # it goes with the launches, wherever the host waits
+    timed = partial(_paced, step, device, [slower * each for each in launches_s], times_s)
     found = timed(scale)
     aside = set(found.streams.aside) if found.streams else ()
     widths: dict[tuple[str, str], float] = {}
@@ -114,31 +116,27 @@ class _Paced(NamedTuple):
     streams: Streams | None = None
 
 
-class _Timer:
-    """Host against GPU, with operations of these times."""
-
-    def __init__(self, step: Step, device: PricedGpu, times_s: Sequence[float], python_s: float) -> None:
-        self.step, self.device = step, device
-        self.own_s = own_work_s(step.program)
-        launches_s, self.times_s = _with_launches(step, device, times_s)
-        # It goes with the launches, wherever the host waits.
-        slower = 1.0 + python_s / (sum(launches_s) or 1.0)
-        self.launches_s = [slower * each for each in launches_s]
-
-    def __call__(self, scale: float, gpu_scale: float = 1.0) -> _Paced:
-        """With a host, and a GPU, that takes so many times as long as stated."""
-        program, device = self.step.program, self.device
-        gpu_s, host_s = gpu_scale * sum(self.times_s), scale * (self.own_s + sum(self.launches_s))
-        if program is None or not (program.events or program.order or launches_block(program)):
-            return _Paced(max(gpu_s, host_s), gpu_s, host_s)
-        times_s = [gpu_scale * each for each in self.times_s]
-        launches_s = [scale * each for each in self.launches_s]
-        launches_s[:1] = [scale * self.own_s + first for first in launches_s[:1]]
-        timed = Timed(program, launches_s, times_s)
-        streams = run(timed, device, scale, list(_others(self.step, timed, device)))
-        gpu_s -= sum(times_s[index] for index in streams.aside)  # beside the stream that computes
-        host_s += scale * timed.asked_s
-        return _Paced(max(gpu_s, host_s, streams.time_s), gpu_s, host_s, streams if program.order else None)
+def _paced(
+    step: Step,
+    device: PricedGpu,
+    launches_s: Sequence[float],
+    times_s: Sequence[float],
+    scale: float,
+    gpu_scale: float = 1.0,
+) -> _Paced:
+    """Host against GPU, with operations of these times, each of the two taking so many times as long."""
+    program, own_s = step.program, own_work_s(step.program)
+    gpu_s, host_s = gpu_scale * sum(times_s), scale * (own_s + sum(launches_s))
+    if program is None or not (program.events or program.order or launches_block(program)):
+        return _Paced(max(gpu_s, host_s), gpu_s, host_s)
+    times_s = [gpu_scale * each for each in times_s]
+    launches_s = [scale * each for each in launches_s]
+    launches_s[:1] = [scale * own_s + first for first in launches_s[:1]]
+    timed = Timed(program, launches_s, times_s)
+    streams = run(timed, device, scale, list(_others(step, timed, device)))
+    gpu_s -= sum(times_s[index] for index in streams.aside)  # beside the stream that computes
+    host_s += scale * timed.asked_s
+    return _Paced(max(gpu_s, host_s, streams.time_s), gpu_s, host_s, streams if program.order else None)
 
 
 def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
