@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,7 @@ def user_path(gpu: str) -> Path:
     return data_folder() / "calibrations" / f"{gpu}.npz"
 
 
-@lru_cache(maxsize=64)
+@cache
 def shipped(gpu: str) -> Calibration | None:
     """The calibration that ships for a GPU, by its short name."""
     path = DATA / f"{gpu}.npz"
