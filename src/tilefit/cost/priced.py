@@ -172,16 +172,15 @@ def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
         name, _, text = each.partition("=")
         number, known = _version(text), _LIBRARIES.get(name)
         if known is None or min(number) < 0:
-            raise UsageError(
-                f"{each!r} is no version of {' or '.join(_LIBRARIES)}", hint="Write cublas=10.2,cudnn=7.6."
-            )
+            what = f"{each!r} is no version of {' or '.join(_LIBRARIES)}"
+            raise UsageError(what, hint="Write cublas=10.2,cudnn=7.6.")
         runs = (at for since, at in known["first"].items() if _version(since) <= gpu.compute_capability)
         first = max(runs, key=_version, default="0")
         if number < _version(first):
             hint = f"The first that does is {first}."
             raise UsageError(f"{name} {text} does not run on the {gpu.title}", hint=hint)
-        for what, (since, before) in known["lacks"].items():
-            lacks |= {what} if _version(since) <= number < _version(before) else set()
+        spans = known["lacks"].items()
+        lacks |= {what for what, span in spans if _version(span[0]) <= number < _version(span[1])}
     return replace(gpu, lacks=frozenset(lacks)) if lacks else gpu
 
 

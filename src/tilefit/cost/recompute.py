@@ -89,6 +89,7 @@ class Recompute:
             self._lives[number].append(index)
             self._from += [index] * (op + 1 - len(self._from))
         self._from += [len(self._events)] * (len(step.ops) + 2 - len(self._from))
+        self._paths = [_around(entry.site.module) for entry in step.ops]
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._makers: dict[int, int] = {}
         for index, entry in enumerate(step.ops):
@@ -105,7 +106,7 @@ class Recompute:
         spans: dict[str, list[int]] = defaultdict(list)
         starts: dict[str, int] = {}
         for index, entry in enumerate(self._step.ops):
-            for path in _around(entry.site.module):
+            for path in self._paths[index]:
                 if entry.phase == FORWARD and index < self._backward:
                     spans[path].append(index)
                 elif entry.phase != OPTIMIZER:
@@ -167,17 +168,14 @@ class Recompute:
 
     def _is_saved(self, number: int, path: str) -> bool:
         """The module's own backward pass reads it."""
-        return any(reader >= self._backward and self._is_of(reader, path) for reader in self._readers[number])
-
-    def _is_of(self, op: int, path: str) -> bool:
-        return path in _around(self._step.ops[op].site.module)
+        return any(op >= self._backward and path in self._paths[op] for op in self._readers[number])
 
     def _is_dropped(self, number: int, path: str, start: int) -> bool:
         """It is there when the module's backward pass begins, and only its own operations read it."""
         _, gone = self._life(number)
         if gone < self._from[start] or self._owner(number) in _HELD:
             return False
-        return all(self._is_of(reader, path) for reader in self._readers[number])
+        return all(path in self._paths[op] for op in self._readers[number])
 
     # ---- the timeline of a choice --------------------------------------------------------------
 
