@@ -4,7 +4,7 @@ from tilefit.cost.estimate import MATH, MEASURED, MEMORY, Estimate, StepEstimate
 from tilefit.cost.explain import explain
 from tilefit.cost.fusion import fuse
 from tilefit.cost.model import estimate
-from tilefit.cost.step import estimate_step
+from tilefit.cost.step import estimate_step, step_s
 
 __all__ = [
     "MATH",
@@ -16,4 +16,5 @@ __all__ = [
     "estimate_step",
     "explain",
     "fuse",
+    "step_s",
 ]

@@ -9,7 +9,7 @@ that waits for each, would be 5.6 % and 15 % off.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from math import hypot
 from typing import NamedTuple
@@ -57,15 +57,8 @@ def estimate_step(
         python_s: Host time beside the launches, on the stated host.
     """
     device = priced(gpu)
-    if estimates is None:
-        estimates = estimate_all((entry.op for entry in step.ops), device)
-        if device.run is not None:
-            estimates = [device.run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
-    estimates = tuple(estimates)
+    estimates, timed = _timed(step, device, estimates, python_s)
     scale = device.launch_scale if launch_scale is None else launch_scale
-    launches_s, times_s = _with_launches(step, device, [each.time_s for each in estimates])
-    slower = 1.0 + python_s / (sum(launches_s) or 1.0)  # it goes with the launches, wherever the host waits
-    timed = partial(_paced, step, device, [slower * each for each in launches_s], times_s)
     found = timed(scale)
     aside = set(found.streams.aside) if found.streams else ()
     widths: dict[tuple[str, str], float] = {}
@@ -104,6 +97,26 @@ def estimate_step(
         streams=found.streams,
         host_spread=spread,
     )
+
+
+def step_s(step: Step, gpu: Gpu | str) -> float:
+    """Predicted wall time of a step alone, as :func:`estimate_step` tells it with its interval and its parts,
+    which take about as long again to predict."""
+    device = priced(gpu)
+    return _timed(step, device)[1](device.launch_scale).time_s
+
+
+def _timed(
+    step: Step, device: PricedGpu, estimates: Sequence[Estimate] | None = None, python_s: float = 0.0
+) -> tuple[tuple[Estimate, ...], Callable[..., _Paced]]:
+    """A step's operations and, by how many times as long host and GPU take as stated, its time."""
+    if estimates is None:
+        estimates = estimate_all((entry.op for entry in step.ops), device)
+        if device.run is not None:
+            estimates = [device.run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
+    launches_s, times_s = _with_launches(step, device, [each.time_s for each in estimates])
+    slower = 1.0 + python_s / (sum(launches_s) or 1.0)  # it goes with the launches, wherever the host waits
+    return tuple(estimates), partial(_paced, step, device, [slower * each for each in launches_s], times_s)
 
 
 class _Paced(NamedTuple):

@@ -34,6 +34,10 @@ from tilefit.options import MOST_LINKED
 _BEFORE = 2
 
 
+#: Operations, by their index, with the times of the host and of the GPU.
+_Work = list[tuple[int, float, float]]
+
+
 class Timed(NamedTuple):
     """A rank's program with its times: of the host for each operation, and of the GPU."""
 
@@ -101,20 +105,20 @@ def _gone_through(ranks: Sequence[Timed], gpu: Gpu, scale: float) -> list[_Clock
     return clocks
 
 
-def _actions(program: Program, count: int) -> list[range | Ordered | HostEvent]:
+def _actions(program: Program, operations: _Work) -> list[_Work | Ordered | HostEvent]:
     """Operations in a row, what streams are asked for, and where host and GPU meet, in order."""
-    last = len(program.order)
+    last, count = len(program.order), len(operations)
     asked: list[tuple[int, int, Ordered | HostEvent]] = [
         *((min(each.index, count), 2 * place + 1, each) for place, each in enumerate(program.order)),
         *((min(e.index, count), 2 * (e.after if e.after >= 0 else last), e) for e in program.events),
     ]
-    actions: list[range | Ordered | HostEvent] = []
+    actions: list[_Work | Ordered | HostEvent] = []
     first = 0
     for index, _, each in sorted(asked, key=lambda placed: placed[:2]):
-        actions += [range(first, index)] * (index > first)
+        actions += [operations[first:index]] * (index > first)
         actions.append(each)
         first = max(first, index)
-    return [*actions, range(first, count)]
+    return [*actions, operations[first:]]
 
 
 @dataclass(eq=False)
@@ -223,9 +227,10 @@ class _Clocks:
 
     def steps(self) -> Iterator[str]:
         """Go through some steps, to the one that is told; gives way where another rank has to go on first."""
-        #: What goes through what the host asks for; whether it could.
-        ways: Any = {range: self._work, HostEvent: self._meet, Ordered: self._ask}
-        actions = [(ways[type(each)], each) for each in _actions(self.program, len(self.times_s))]
+        # What goes through what the host asks for, and whether it could.
+        ways: Any = {list: self._work, HostEvent: self._meet, Ordered: self._ask}
+        operations = [*zip(range(len(self.times_s)), self.launches_s, self.times_s, strict=True)]
+        actions = [(ways[type(each)], each) for each in _actions(self.program, operations)]
         for left in range(_BEFORE, -1, -1):
             self.told = left == 0 and bool(self.program.order)
             while (now_s := self.ends[0].known_s) == inf:
@@ -286,15 +291,12 @@ class _Clocks:
             self._exchange(action)
         return True
 
-    def _work(self, operations: range) -> bool:
+    def _work(self, operations: _Work) -> bool:
         stream, now = self.stream, self.ends[self.stream]
         if (now_s := now.known_s) == inf:
             return False
         host_s, begin_s, spans, blocking = self.host_s, self.begin_s, self.made.spans, self.blocking
-        part = slice(operations.start, operations.stop)
-        for index, launch_s, time_s in zip(
-            operations, self.launches_s[part], self.times_s[part], strict=True
-        ):
+        for index, launch_s, time_s in operations:
             host_s += launch_s
             start_s = host_s if host_s > now_s else now_s
             now_s = start_s + time_s
@@ -303,7 +305,7 @@ class _Clocks:
             if self.told:
                 spans.append(Span(stream, start_s - begin_s, now_s - begin_s, index))
         self.host_s, self.ends[stream] = host_s, _End(now_s, None, now.why)
-        self.made.aside += operations if stream else ()
+        self.made.aside += [index for index, *_ in operations] if stream else ()
         return True
 
     def _meet(self, event: HostEvent) -> bool:
