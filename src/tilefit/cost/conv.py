@@ -253,15 +253,10 @@ def _depthwise(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     pixels = op.input_elements if op.direction == BACKWARD_DATA else 0
     tried = max(op.output_elements, pixels) * prod(op.kernel_size) * min(op.group_channels)
     math_s = clocks_s(tried / per_clock, gpu)
+    time_s = max(memory_s, math_s) + kernels * constants.kernel_s(gpu)
+    reason = f"{op.in_channels // op.groups} channels per group: CUDA cores, not Tensor Cores"
     return from_datasheet(
-        op,
-        gpu,
-        max(memory_s, math_s) + kernels * constants.kernel_s(gpu),
-        _KNOWN.spread,
-        math_s=math_s,
-        memory_s=memory_s,
-        kernel_family=SIMT,
-        reason=f"{op.in_channels // op.groups} channels per group: CUDA cores, not Tensor Cores",
+        op, gpu, time_s, _KNOWN.spread, math_s=math_s, memory_s=memory_s, kernel_family=SIMT, reason=reason
     )
 
 

@@ -147,14 +147,9 @@ def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
     if gemm.batch > 1:  # tiles that batches alone have make none of them faster than one product
         one = replace(gemm, batch=1, same_b=False)
         time_s = max(time_s, schedule(one, gpu, constants, select(one, gpu)).time_s)
-    return from_datasheet(
-        gemm,
-        gpu,
-        time_s + constants.kernel_s(gpu),
-        _spread(gemm, kernel, constants),
-        provenance=constants.provenance,
-        **plan.facts(kernel, gpu),
-    )
+    time_s, facts = time_s + constants.kernel_s(gpu), plan.facts(kernel, gpu)
+    spread = _spread(gemm, kernel, constants)
+    return from_datasheet(gemm, gpu, time_s, spread, provenance=constants.provenance, **facts)
 
 
 #: Products in fp32 of 33 rows or more that the library makes in two steps, of three with a bias: the longest

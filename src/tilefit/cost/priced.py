@@ -193,22 +193,19 @@ def _together(asked: Sequence[Any], named: Calibration | None) -> list[PricedGpu
     devices = [gpus.get(entry) if isinstance(entry, str) else entry for entry in asked]
     for entry in devices:
         if not isinstance(entry, Gpu):
-            raise UsageError(
-                f"a GPU is named by a text, not by {type(entry).__name__} {entry!r}",
-                hint='Write gpu="h200"; tilefit gpu lists them.',
-            )
-    of_gpu = named.about["gpu"] if named else ""
-    if named and of_gpu not in {device.name for device in devices}:
-        raise UsageError(
-            f"the calibration is of the GPU {of_gpu}, not of {', '.join(device.name for device in devices)}",
-            hint=f"Check for that one: --gpu {of_gpu}; or leave the calibration out.",
-        )
-    return [
-        device
-        if isinstance(device, PricedGpu) and device.name != of_gpu
-        else _with(device, named if device.name == of_gpu else _usual(device))
-        for device in devices
-    ]
+            what = f"a GPU is named by a text, not by {type(entry).__name__} {entry!r}"
+            raise UsageError(what, hint='Write gpu="h200"; tilefit gpu lists them.')
+    of_gpu, names = (named.about["gpu"] if named else ""), [device.name for device in devices]
+    if named and of_gpu not in names:
+        what = f"the calibration is of the GPU {of_gpu}, not of {', '.join(names)}"
+        raise UsageError(what, hint=f"Check for that one: --gpu {of_gpu}; or leave the calibration out.")
+
+    def with_calibration(device: Gpu) -> PricedGpu:
+        if named and device.name == of_gpu:
+            return _with(device, named)
+        return device if isinstance(device, PricedGpu) else _with(device, _usual(device))
+
+    return [*map(with_calibration, devices)]
 
 
 @lru_cache(maxsize=64)
@@ -313,11 +310,8 @@ def _named(path: str | os.PathLike[str] | None) -> Calibration | None:
     try:
         return _completed(own, own.networks)
     except ValueError as error:
-        raise TilefitError(
-            f"the calibration cannot be used: {error}",
-            where=str(path),
-            hint="Make a new one on this GPU: tilefit calibrate.",
-        ) from error
+        hint = "Make a new one on this GPU: tilefit calibrate."
+        raise TilefitError(f"the calibration cannot be used: {error}", where=str(path), hint=hint) from error
 
 
 def _usual(gpu: Gpu) -> Calibration:

@@ -73,18 +73,11 @@ def estimate_recurrent(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimat
     square = replace(op, input_size=op.hidden_size)
     own = _products(op, gpu, constants)
     time_s += own.time_s - _products(square, gpu, constants).time_s
-    row = steps.row
-    return from_datasheet(
-        op,
-        gpu,
-        time_s,
-        _KNOWN.spread_persistent,
-        math_s=own.math_s,
-        memory_s=0.0,
-        busy_s=min(own.math_s, time_s),
-        kernel_family="tilefit persistent",
-        reason=f"measured with {row.hidden} units, mini-batch {row.batch}, {row.steps} steps",
-    )
+    row, spread = steps.row, _KNOWN.spread_persistent
+    parts = {"math_s": own.math_s, "memory_s": 0.0, "busy_s": min(own.math_s, time_s)}
+    reason = f"measured with {row.hidden} units, mini-batch {row.batch}, {row.steps} steps"
+    family = "tilefit persistent"
+    return from_datasheet(op, gpu, time_s, spread, **parts, kernel_family=family, reason=reason)
 
 
 class _Taken(NamedTuple):
@@ -141,16 +134,11 @@ def _by_cudnn(op: Recurrent, gpu: Gpu, constants: Constants, factor: float) -> E
     """Predicted GPU time of a pass by cuDNN: what is computed, times what sizes measured ask for."""
     algorithm, failed = cudnn_algorithm(op, gpu)
     computed = _computed(op, gpu, constants)
-    return from_datasheet(
-        op,
-        gpu,
-        computed.time_s * factor,
-        _KNOWN.spread if factor == 1.0 else _KNOWN.spread_measured[algorithm],
-        math_s=computed.math_s,
-        memory_s=computed.memory_s,
-        kernel_family=f"cudnn {algorithm}",
-        reason=f"cuDNN runs {algorithm}" + (f": {failed}" if failed else ""),
-    )
+    spread = _KNOWN.spread if factor == 1.0 else _KNOWN.spread_measured[algorithm]
+    parts = {"math_s": computed.math_s, "memory_s": computed.memory_s}
+    family, reason = f"cudnn {algorithm}", f"cuDNN runs {algorithm}" + (f": {failed}" if failed else "")
+    time_s = computed.time_s * factor
+    return from_datasheet(op, gpu, time_s, spread, **parts, kernel_family=family, reason=reason)
 
 
 @lru_cache(maxsize=4096)

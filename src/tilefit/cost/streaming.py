@@ -168,17 +168,11 @@ def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimat
         limits = limits._replace(share=limits.share / 2)  # not coalesced on one side
     math_s = _math_s(op, gpu)
     longer_s = max(busy_s(op, gpu, constants, limits), math_s)
-    return from_datasheet(
-        op,
-        gpu,
-        longer_s + op.kernels * constants.kernel_s(gpu) * limits.kernels,
-        BY_FUNCTION["spreads"][op.role],
-        math_s=math_s,
-        memory_s=moved_s(op.moved_bytes, gpu, constants),
-        busy_s=longer_s,
-        kernel_family="streaming",
-        reason=f"{op.role}: moves {op.moved_bytes} bytes" + (", strided" if op.strided else ""),
-    )
+    time_s = longer_s + op.kernels * constants.kernel_s(gpu) * limits.kernels
+    memory_s, spread = moved_s(op.moved_bytes, gpu, constants), BY_FUNCTION["spreads"][op.role]
+    parts = {"math_s": math_s, "memory_s": memory_s, "busy_s": longer_s}
+    reason = f"{op.role}: moves {op.moved_bytes} bytes" + (", strided" if op.strided else "")
+    return from_datasheet(op, gpu, time_s, spread, **parts, kernel_family="streaming", reason=reason)
 
 
 @launches(Streaming)

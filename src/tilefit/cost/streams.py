@@ -235,7 +235,10 @@ class _Clocks:
             self.told = left == 0 and bool(self.program.order)
             while (now_s := self.ends[0].known_s) == inf:
                 yield "waits"
-            self._begin(now_s)
+            self.begin_s, self.stream = now_s, 0
+            self.earlier, self.events = self.events, {}
+            self.exchanged.clear()
+            self.made = Streams(exposed_s=[0.0] * len(self.taken_s), late_s=[0.0] * len(self.taken_s))
             for way, action in actions:
                 while not way(action):
                     yield "waits"
@@ -243,13 +246,6 @@ class _Clocks:
         while inf in (now_s := self.ends[0].known_s, *(each.end_s for each, *_ in self.exchanged.values())):
             yield "waits"
         self._finish(now_s)
-
-    def _begin(self, now_s: float) -> None:
-        self.begin_s, self.stream = now_s, 0
-        self.earlier, self.events = self.events, {}
-        self.exchanged.clear()
-        count = len(self.program.exchanges)
-        self.made = Streams(exposed_s=[0.0] * count, late_s=[0.0] * count)
 
     def _finish(self, now_s: float) -> None:
         made = self.made
