@@ -19,7 +19,7 @@ from tilefit.ops import Op
 _MOST_KNOWN = 100_000
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _known(device: PricedGpu) -> dict[Op, Estimate]:
     """Estimates made so far; forgotten all at once when there are too many."""
     return {}
