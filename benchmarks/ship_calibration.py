@@ -38,7 +38,7 @@ from pack_h200 import rows as collected
 from torch import nn
 
 from tilefit import gpus
-from tilefit.cost.calibration import WIDEST, described, fingerprint
+from tilefit.cost.calibration import WIDEST, fingerprint, on_analytic
 from tilefit.cost.features import domain
 from tilefit.cost.model import by_stages
 from tilefit.cost.priced import basis, left_out
@@ -82,7 +82,7 @@ def read(path: Path, gpu: gpus.Gpu) -> Rows:
     held = np.array([zlib.crc32(each) % divisor == remainder for each in groups])
     aside = np.array([zlib.crc32(b"calibrate" + each) % ASIDE == 0 for each in groups]) & ~held
     before = left_out(gpu)
-    first_s, x = described(ops, before, by_stages(ops, before))
+    first_s, x = on_analytic(ops, before, by_stages(ops, before))
     return Rows(ops, x, first_s, np.array(times), held, aside)
 
 

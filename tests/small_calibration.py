@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibration import Calibration, Network, described, fingerprint
+from tilefit.cost.calibration import Calibration, Network, fingerprint, on_analytic
 from tilefit.cost.constants import GENERAL, Constants
 from tilefit.cost.estimate import ESTIMATED
 from tilefit.gpus import Gpu
@@ -23,7 +23,7 @@ def made(
     constants: Constants = CONSTANTS,
 ) -> Calibration:
     """A calibration whose network multiplies the first stage's time of products by a factor."""
-    inputs = described([op := Gemm(8, 8, 8)], gpu, [analytic(op, gpu)])[1].shape[1]
+    inputs = on_analytic([op := Gemm(8, 8, 8)], gpu, [analytic(op, gpu)])[1].shape[1]
     weight = np.zeros((1, inputs, 2), dtype=np.float32)
     bias = np.array([[[np.log(factor), -2.0]]], dtype=np.float32)
     ones = np.ones(inputs, dtype=np.float32)

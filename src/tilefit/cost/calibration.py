@@ -62,7 +62,7 @@ class Network:
         paths: Number of ways in which the library may compute it, of which the last outputs are the logits
             and the times; the time is then the mean of what these say together and of the first output,
             which changes less abruptly from one size to the next.
-        on_analytic: The first stage's time is corrected, and is the last input (:func:`described`); else
+        on_analytic: The first stage's time is corrected, and is the last input (:func:`on_analytic`); else
             the baseline of the features is.
         bounds: The least and the largest correction that was measured; no other is predicted.
     """
@@ -160,7 +160,7 @@ class Calibration:
         import numpy as np
 
         network = self.networks[ops[0].kind]
-        baselines, rows = described(ops, gpu, analytic if network.on_analytic else None)
+        baselines, rows = on_analytic(ops, gpu, analytic if network.on_analytic else None)
         outputs = network(rows)
         times = baselines * np.exp(outputs[:, 0])
         spreads = np.exp(np.minimum(outputs[:, 1], WIDEST))
@@ -223,11 +223,14 @@ def _choices(logits: NDArray[np.float32]) -> list[tuple[int, float]]:
     return list(zip(best.tolist(), probability.tolist(), strict=True))
 
 
-def described(
-    ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate] | None = None
+def on_analytic(
+    ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate] | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-    """What networks correct, in seconds, and their inputs: the baseline of the features, and these; or the
-    first stage's times, and last, beside the features, the logarithm of these over the baseline."""
+    """The first stage's times [s], and the inputs of networks that correct them; without these the baseline
+    of the features, and the inputs of networks that correct that.
+
+    The inputs are the features and, last, the logarithm of the first stage's time over their baseline.
+    """
     import numpy as np
 
     baselines, rows = map(np.array, zip(*(features[type(op)](op, gpu) for op in ops), strict=True))
@@ -260,7 +263,7 @@ def fingerprint(kind: str, gpu: Gpu, corrects_first_stage: bool = False) -> int:
     Networks fitted before would be given inputs that mean something else.
     """
     op = example(kind)
-    baselines, rows = described([op], gpu, [first_stage(op, gpu)] if corrects_first_stage else None)
+    baselines, rows = on_analytic([op], gpu, [first_stage(op, gpu)] if corrects_first_stage else None)
     return crc32(" ".join(f"{value:.4g}" for value in (*baselines, *rows[0])).encode())
 
 

@@ -222,9 +222,11 @@ def step_curve(
         ends = total.time_s, total.low_s, total.high_s
         found[size] = Point(size, *ends, step.tensor_flop, (), items, step.memory.peak_bytes)
     if not any(size in found for size in sizes):
-        needed, has = capacity(too_large[sizes[0]]), capacity(gpu.memory_bytes)
-        what = f"at {over} {sizes[0]} the step needs {needed}, and {gpu.title} has {has}"
-        raise TilefitError(what, hint="Begin with a smaller size, or name a larger GPU.")
+        raise TilefitError(
+            f"at {over} {sizes[0]} the step needs {capacity(too_large[sizes[0]])}, and {gpu.title} has "
+            f"{capacity(gpu.memory_bytes)}",
+            hint="Begin with a smaller size, or name a larger GPU.",
+        )
     unit = ("tokens" if over == "seq" else "samples") if first.batch else ""
     without = tuple(size for size in sizes if size in too_large)
     return _curve(name, gpu, sizes, found, total.provenance, unit, without)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilefit.cost.analytic import analytic
-from tilefit.cost.calibration import Calibration, Network, described, fingerprint
+from tilefit.cost.calibration import Calibration, Network, fingerprint, on_analytic
 from tilefit.cost.constants import Constants, constants
 from tilefit.cost.estimate import ESTIMATED, Estimate
 from tilefit.cost.features import domain
@@ -186,7 +186,7 @@ class _Rows:
             else:
                 first = [analytic(op, self.gpu, self.fitted) for op in new]
             self._first += first
-            self._inputs.append(described(new, self.gpu, first)[1])
+            self._inputs.append(on_analytic(new, self.gpu, first)[1])
         return self._first, np.concatenate(self._inputs)
 
     @property
