@@ -350,10 +350,9 @@ def merged(first: Calibration, second: Calibration) -> Calibration:
     """
     alike = all(first.about.get(name) == second.about.get(name) for name in ("gpu", "on"))
     if not alike or not (first.constants and second.constants):
-        raise UsageError(
-            f"a calibration of {first.about['gpu']} cannot be merged with this one of {second.about['gpu']}",
-            hint="Merge two of the same GPU that this version's tilefit calibrate made without --quick.",
-        )
+        mine, other = first.about["gpu"], second.about["gpu"]
+        hint = "Merge two of the same GPU that this version's tilefit calibrate made without --quick."
+        raise UsageError(f"a calibration of {mine} cannot be merged with this one of {other}", hint=hint)
     networks, own = dict(first.networks), dict(first.kind_constants)
     facts: dict[str, Any] = {}
     for each in (second, first):

@@ -69,9 +69,9 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a convolution pass."""
     if op.is_narrow:
         return _depthwise(op, gpu, constants)
-    tensor_cores = uses_tensor_cores(op.dtype, gpu)
-    if tensor_cores and "misaligned convolutions" in gpu.lacks:
-        tensor_cores = not any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
+    misaligned = any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
+    lacks = misaligned and "misaligned convolutions" in gpu.lacks
+    tensor_cores = uses_tensor_cores(op.dtype, gpu) and not lacks
     path = (_on_tensor_cores if tensor_cores else _on_cuda_cores)(op, gpu, constants)
     plan = schedule(path.product, gpu, path.constants, path.kernel, traffic=op)
     added_s = path.conversion_s + _added_s(op, path.product, plan.split, gpu, constants) * tensor_cores
@@ -113,10 +113,9 @@ def _large_filter_rate(op: Op, gpu: Gpu) -> float:
     """FLOP per clock and SM that a large filter leaves; infinite where the library has its usual kernels."""
     if not isinstance(op, Conv) or gpu.compute_capability != (9, 0) or len(op.kernel_size) != 2:
         return inf
-    plain = op.groups == max(*op.stride, *op.dilation) == 1
-    rate = inf
+    plain, rate = op.groups == max(*op.stride, *op.dilation) == 1, inf
     if not plain or min(op.group_channels) < _KNOWN.measured_channels:
-        return inf
+        return rate
     if op.direction == BACKWARD_DATA:
         whole = prod(op.output_size) == 1 < prod(op.kernel_size) and not op.channels_last
         rate = _KNOWN.from_a_pixel if whole and op.dtype == "tf32" else inf
@@ -137,15 +136,11 @@ def with_large_filter(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     time_s = clocks_s(op.flop / _large_filter_rate(op, gpu), gpu)
     if time_s <= estimate.time_s:
         return estimate
-    fallen = falls(op, gpu)
-    return estimate.within(
-        time_s,
-        _KNOWN.fallen_spread,
-        math_s=time_s,
-        bound=MATH,
-        kernel_family=SIMT if fallen else estimate.kernel_family,
-        reason=f"no {'Tensor Core kernel' if fallen else 'fast weight gradient'} for so large a filter",
-    )
+    what, family = "fast weight gradient", estimate.kernel_family
+    if falls(op, gpu):
+        what, family = "Tensor Core kernel", SIMT
+    facts = {"bound": MATH, "kernel_family": family, "reason": f"no {what} for so large a filter"}
+    return estimate.within(time_s, _KNOWN.fallen_spread, 0.0, math_s=time_s, **facts)
 
 
 def with_bias(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:

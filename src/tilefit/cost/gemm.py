@@ -33,8 +33,7 @@ _STAGE_BY_THREADS_BYTES = STAGE_BYTES // 2
 _RESIDENT = 2 * _LARGEST_TILE
 #: Half-widths of the 80 % interval, as a factor minus one: fp32 on CUDA cores (NeuSight's tables), and what
 #: few measurements support: misaligned products, other element types.
-_SIMT_SPREAD = 0.5
-_UNFITTED_SPREAD = 0.35
+_SIMT_SPREAD, _UNFITTED_SPREAD = 0.5, 0.35
 #: Element types whose products networks are fitted to.
 _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "int8")
 _LAYOUTS = ("TN", "NN", "NT", "TT")
@@ -132,10 +131,9 @@ def schedule(
 
 def _spread(gemm: Gemm, kernel: Kernel, constants: Constants) -> float:
     """Half-width of the interval: the constants' own is that of what they were fitted on."""
-    if kernel.family == SIMT:
-        return _SIMT_SPREAD
     as_fitted = gemm.dtype in HALVES and not kernel.misaligned
-    return constants.spread if as_fitted else max(constants.spread, _UNFITTED_SPREAD)
+    own = constants.spread if as_fitted else max(constants.spread, _UNFITTED_SPREAD)
+    return _SIMT_SPREAD if kernel.family == SIMT else own
 
 
 @estimates(Gemm)

@@ -178,8 +178,7 @@ def around_s(step: Step) -> Iterator[float]:
     count = Counter(entry.phase for entry in step.ops)
     module = None
     for entry in step.ops:
-        around = 0.0
-        eager = entry.eager or not in_graph
+        around, eager = 0.0, entry.eager or not in_graph
         if entry.replayed:
             pass
         elif entry.phase == OPTIMIZER:

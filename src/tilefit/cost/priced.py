@@ -217,11 +217,9 @@ def _with(gpu: Gpu, calibration: Calibration) -> PricedGpu:
 def _local() -> Gpu:
     device = gpus.local()
     if device is None:
-        raise UsageError(
-            "no GPU was named, and none was found in this machine",
-            hint='Name the one to check for: --gpu h200 (gpu="h200"); tilefit gpu lists them. A GPU in this '
-            "machine is found by nvidia-ml-py: pip install nvidia-ml-py.",
-        )
+        hint = 'Name the one to check for: --gpu h200 (gpu="h200"); tilefit gpu lists them. '
+        hint += "A GPU in this machine is found by nvidia-ml-py: pip install nvidia-ml-py."
+        raise UsageError("no GPU was named, and none was found in this machine", hint=hint)
     return device
 
 
@@ -339,12 +337,10 @@ def _users(path: Path, changed_ns: int, gpu: str) -> Calibration:
         raise
     except DAMAGED as error:
         aside = path.rename(corrupt_name(path))
-        raise TilefitError(
-            f"the calibration of this GPU cannot be used: {damage(error)}",
-            where=str(path),
-            hint=f"It was moved to {aside.name}. Run the command again to go on without it, or make a new "
-            "one: tilefit calibrate.",
-        ) from error
+        moved = f"It was moved to {aside.name}. Run the command again to go on without it"
+        what, hint = damage(error), f"{moved}, or make a new one: tilefit calibrate."
+        what = f"the calibration of this GPU cannot be used: {what}"
+        raise TilefitError(what, where=str(path), hint=hint) from error
 
 
 def _better(own: Calibration) -> list[str]:
