@@ -24,7 +24,7 @@ from statistics import fmean, median, quantiles
 from tilefit import gpus
 from tilefit.cost import estimate
 from tilefit.cost.attention import estimate_attention
-from tilefit.cost.constants import GDDR_CAPABILITIES, GDDR_MATH_EFFICIENCY, GENERAL, Constants
+from tilefit.cost.constants import CARDS, GDDR_CAPABILITIES, GENERAL, Constants
 from tilefit.cost.constants import constants as constants_of
 from tilefit.cost.conv import estimate_conv
 from tilefit.cost.gemm import estimate_gemm
@@ -152,7 +152,7 @@ def prior(tables: dict[str, list[Measured]], names: Iterable[str], gpu: Gpu) -> 
 def of_kind(fitted: Constants, gpu: Gpu) -> Constants:
     """Constants for a GPU whose clocks its power budget may not sustain."""
     if gpu.compute_capability in GDDR_CAPABILITIES:
-        return replace(fitted, math_efficiency=GDDR_MATH_EFFICIENCY)
+        return replace(fitted, math_efficiency=CARDS["GDDR"]["math_efficiency"])
     return fitted
 
 

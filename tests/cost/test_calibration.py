@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from physics import least_s
 from tilefit import gpus
-from tilefit.cost import ESTIMATED, estimate
+from tilefit.cost import estimate
 from tilefit.cost.analytic import analytic
 from tilefit.cost.calibration import SOFTENED, least_error, network, read
+from tilefit.cost.estimate import ESTIMATED
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
 from tilefit.errors import TilefitError

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from physics import least_s
 from tilefit import gpus
 from tilefit.capture import capture
-from tilefit.cost import DATASHEET, ESTIMATED, LATENCY, MATH, MEMORY, estimate
+from tilefit.cost import MATH, MEMORY, estimate
 from tilefit.cost.constants import clock_headroom
+from tilefit.cost.estimate import DATASHEET, ESTIMATED, LATENCY
 from tilefit.cost.kernels import select
 from tilefit.cost.model import analytic
 from tilefit.errors import UsageError

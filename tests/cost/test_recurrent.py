@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tilefit.cost import cudnn_algorithm, estimate, recurrent, recurrent_times
+from tilefit.cost import estimate, recurrent, recurrent_times
 from tilefit.cost.constants import constants
+from tilefit.cost.cudnn import cudnn_algorithm
 from tilefit.gpus import get
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tilefit.cost import LAUNCH, estimate, estimate_step
+from tilefit.cost import estimate, estimate_step
+from tilefit.cost.estimate import LAUNCH
 from tilefit.cost.launch import IDLE_S, around_s
 from tilefit.gpus import get
 from tilefit.ops import (

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from physics import least_s
 from tilefit.capture import capture
-from tilefit.cost import LATENCY, MEMORY, estimate
+from tilefit.cost import MEMORY, estimate
+from tilefit.cost.estimate import LATENCY
 from tilefit.cost.model import analytic
 from tilefit.cost.priced import left_out
 from tilefit.gpus import get

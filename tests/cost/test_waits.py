@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilefit.cost import LAUNCH, estimate_step, fuse
-from tilefit.cost.estimate import WAITS
+from tilefit.cost import estimate_step, fuse, step_s
+from tilefit.cost.estimate import LAUNCH, WAITS
 from tilefit.cost.launch import FORWARD_S, IDLE_S
 from tilefit.cost.streams import Timed, run
 from tilefit.cost.waits import copy_s
@@ -58,6 +58,13 @@ def bounds(ops: list[tuple[float, float]], events: list[HostEvent]) -> tuple[flo
     host_s = sum(host_s for host_s, _ in ops) + FORWARD_S * len(events)
     gpu_s = sum(gpu_s for _, gpu_s in ops) + sum(copy_s(event, H200) for event in events)
     return max(host_s, gpu_s), host_s + gpu_s
+
+
+@pytest.mark.parametrize("gpu", ["h200", "t4"])
+def test_the_time_alone_is_that_of_the_estimate(gpu: str) -> None:
+    for events in ((), (wait(1),), (copy(1, 1 << 24, pinned=False, non_blocking=False), wait(2))):
+        each = step(SMALL, LARGE, SMALL, events=events)
+        assert step_s(each, gpu) == estimate_step(each, gpu).time_s
 
 
 @given(operations, meetings.filter(bool))

@@ -15,8 +15,8 @@ from tilefit.cli.local_gpu import devices
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tilefit.cost import GemmExplanation
     from tilefit.cost.alternatives import Alternative, Interval
+    from tilefit.cost.explain import GemmExplanation
     from tilefit.measure.choice import Choice
 
 #: Neighbouring sizes shown.

@@ -60,11 +60,8 @@ class Alternative:
         if not self.copies:
             return Interval(0.0, 0.0, 0.0)
         low_s, high_s = (sum(getattr(time, end) for _, time in self.copies) for end in ("low_s", "high_s"))
-        return Interval(
-            _ratio(self.copy_s, self.saving_s.value),
-            _ratio(low_s, self.saving_s.high),
-            _ratio(high_s, self.saving_s.low),
-        )
+        saving = self.saving_s
+        return Interval(*map(_ratio, (self.copy_s, low_s, high_s), (saving.value, saving.high, saving.low)))
 
 
 def alternatives(gemm: Gemm, gpu: Gpu | str) -> tuple[Alternative, ...]:

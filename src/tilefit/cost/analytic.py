@@ -63,9 +63,7 @@ def analytic(op: Op, gpu: Gpu, fitted: Constants | None = None) -> Estimate:
         UsageError: the GPU has no units for its element type, and nothing else runs it.
     """
     if op.multiplies and op.dtype in _WITHOUT_FALLBACK and not gpu.supports(op.dtype):
-        raise UsageError(
-            f"{gpu.title} has no units for {op.dtype} products, or their rate is not known",
-            hint=f"It multiplies {', '.join(gpu.flop_per_clock_per_sm)}.",
-        )
+        what = f"{gpu.title} has no units for {op.dtype} products, or their rate is not known"
+        raise UsageError(what, hint=f"It multiplies {', '.join(gpu.flop_per_clock_per_sm)}.")
     estimate: Estimate = estimates[type(op)](op, gpu, fitted or constants(gpu))
     return estimate

@@ -12,6 +12,7 @@ from tilefit.cost.gemm import estimate_gemm
 from tilefit.cost.launch import counts
 from tilefit.cost.memory import moved_s
 from tilefit.cost.streaming import estimate_streaming
+from tilefit.cost.tables import facts
 from tilefit.cost.tiles import ceil_div, round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import FORWARD, Attention, Gemm, StepOp, Streaming
@@ -22,35 +23,8 @@ FLASH = "flash"
 EFFICIENT = "efficient"
 MATH_BACKEND = "math"
 
-#: Query rows that one thread block takes.
-_QUERY_TILE = 128
-#: Share of the Tensor Core peak at which the two products run, by backend, beside the exponentials, with
-#: which they overlap in part; so it may be above 1. cudnn: fitted on FlashAttention 3 (H100 and H200,
-#: 17,936 shapes each), which the cuDNN kernels match. flash: FlashAttention 2 reaches 73 % of an A100
-#: forward, softmax included (Dao, arXiv 2307.08691), and 35 % of an H100 (Shah et al., arXiv 2407.08608).
-#: efficient: about half of flash (the same figures, CUTLASS-based rows).
-_SHARES = {CUDNN: 1.12, FLASH: 0.97, EFFICIENT: 0.40}
-#: The mma.sync kernels of flash and efficient reach half of that share of a Hopper or Blackwell peak.
-_WITHOUT_WGMMA = 0.5
-#: Exponentials per clock and SM beside the products: what makes heads of 32 and 64 as much slower than those
-#: of 128 (0.45 and 0.70 of the rate), and those of 192 as much faster (1.14), as they were fitted to be. The
-#: special function units make 16.
-_EXPONENTIALS_PER_CLOCK_PER_SM = 12.0
-#: Clocks of a query's row beside its keys, of rows that are padded to whole tiles: between what public times
-#: of causal passes on an H100 and an H200 want (4), and the profile of an H200 of those of vision models (8).
-_ROW_CLOCKS = 7.0
-#: Of the backward pass, over that (the same profile).
-_BACKWARD_ROWS = 5.0
-#: Widths of the kernels' heads, to which a head is padded.
-_WIDTHS = (32, 64, 96, 128, 192, 256)
-#: Backward over forward rate: 63 % against 73 % of an A100 (arXiv 2307.08691).
-_BACKWARD = 0.86
-#: Queries, keys and values are read in many small pieces (fitted likewise).
-_MEMORY_SHARE = 0.56
-#: Fixed time over that of a plain kernel: the call of a serving framework, 10 us at one query (fitted
-#: likewise), so on the high side for PyTorch's own.
-_FIXED_KERNELS = 4.5
-_SPREAD = 0.35
+#: What was measured of them, with the sources.
+_KNOWN = facts("attention")
 #: What tells passes apart for the networks.
 _BACKENDS = (CUDNN, FLASH, EFFICIENT, MATH_BACKEND)
 _DTYPES = ("bf16", "fp16", "fp32")
@@ -89,33 +63,42 @@ def estimate_attention(op: Attention, gpu: Gpu, constants: Constants) -> Estimat
     """Predicted time of a fused attention pass."""
     name, missing = backend(op, gpu)
     reason = f"{name} attention" + (f" because of {missing}" if missing else "")
+    fixed_s, spread = _KNOWN.fixed_kernels * constants.kernel_s(gpu), _KNOWN.spread
     if name == MATH_BACKEND:
-        return _unfused(op, gpu, constants, reason)
-    share = _SHARES[name]
+        (math_s, memory_s), fixed_s, spread = _unfused(op, gpu, constants), 0.0, 2 * spread
+    else:
+        math_s = _math_s(op, gpu, name)
+        memory_s = moved_s(op.moved_bytes, gpu, constants) / _KNOWN.memory_share
+    # The sum, not the larger: fitted as a p-norm, the best p was 1.1.
+    parts = {"math_s": math_s, "memory_s": memory_s, "busy_s": math_s + memory_s}
+    time_s = math_s + memory_s + fixed_s
+    return from_datasheet(op, gpu, time_s, spread, **parts, kernel_family=name, reason=reason)
+
+
+def _math_s(op: Attention, gpu: Gpu, name: str) -> float:
+    """What the products and the exponentials take in a backend."""
+    backward, share = op.direction != FORWARD, _KNOWN.shares[name]
     if name != CUDNN and gpu.architecture in ("hopper", "blackwell"):
-        share *= _WITHOUT_WGMMA
-    if op.direction != FORWARD:
-        share *= _BACKWARD
-    width = next((w for w in _WIDTHS if w >= op.head_dim), op.head_dim)
+        share *= _KNOWN.without_wgmma
+    if backward:
+        share *= _KNOWN.backward
+    width = next((w for w in _KNOWN.widths if w >= op.head_dim), op.head_dim)
     clock_hz = gpu.boost_clock_hz
     per_clock = gpu.peak_flop_per_s(op.dtype) / (gpu.sms * clock_hz) * share
     # Products for one pair of a query and a key, four FLOP for each element of the head in the forward pass.
     passes = op.flop / (4 * op.scores * op.head_dim)
-    pair_clocks = 4 * passes * width / per_clock + 1 / _EXPONENTIALS_PER_CLOCK_PER_SM
-    rows = op.batch * op.num_heads * round_up(op.seq_len, _QUERY_TILE)
-    clocks = op.scores * pair_clocks + rows * _ROW_CLOCKS * (1 if op.direction == FORWARD else _BACKWARD_ROWS)
+    pair_clocks = 4 * passes * width / per_clock + 1 / _KNOWN.exponentials
+    rows = op.batch * op.num_heads * round_up(op.seq_len, _KNOWN.query_tile)
+    row_clocks = _KNOWN.row_clocks * (_KNOWN.backward_rows if backward else 1)
+    clocks = op.scores * pair_clocks + rows * row_clocks
     # However few the blocks, one of them meets every key, on one SM.
-    last_clocks = min(_QUERY_TILE, op.seq_len) * op.kv_len * pair_clocks
-    math_s = max(clocks / gpu.sms, last_clocks) / clock_hz
-    memory_s = moved_s(op.moved_bytes, gpu, constants) / _MEMORY_SHARE
-    # The sum, not the larger: fitted as a p-norm, the best p was 1.1.
-    parts = {"math_s": math_s, "memory_s": memory_s, "busy_s": math_s + memory_s}
-    time_s = math_s + memory_s + _FIXED_KERNELS * constants.kernel_s(gpu)
-    return from_datasheet(op, gpu, time_s, _SPREAD, **parts, kernel_family=name, reason=reason)
+    last_clocks = min(_KNOWN.query_tile, op.seq_len) * op.kv_len * pair_clocks
+    busiest: float = max(clocks / gpu.sms, last_clocks)
+    return busiest / clock_hz
 
 
-def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Estimate:
-    """The math backend: products and softmax one after another, the scores in memory."""
+def _unfused(op: Attention, gpu: Gpu, constants: Constants) -> tuple[float, float]:
+    """What products take and the softmax between them, one after another, the scores in memory."""
     heads = op.batch * op.num_heads
     scores = heads * op.seq_len * op.kv_len
     scores_bytes = scores * size_bytes(op.dtype)
@@ -125,10 +108,7 @@ def _unfused(op: Attention, gpu: Gpu, constants: Constants, reason: str) -> Esti
     passes = 1 if op.direction == FORWARD else 2
     math_s = passes * sum(estimate_gemm(each, gpu, constants).time_s for each in (product, weighted))
     # Softmax, scaling and mask each read and write the scores.
-    memory_s = passes * 2 * estimate_streaming(softmax, gpu, constants).time_s
-    parts = {"math_s": math_s, "memory_s": memory_s, "busy_s": math_s + memory_s}
-    time_s = math_s + memory_s
-    return from_datasheet(op, gpu, time_s, 2 * _SPREAD, **parts, kernel_family=MATH_BACKEND, reason=reason)
+    return math_s, passes * 2 * estimate_streaming(softmax, gpu, constants).time_s
 
 
 @counts(Attention)

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.resources.abc import Traversable
 from math import inf, isfinite
 from pathlib import Path
 from struct import error as StructError
@@ -161,39 +160,40 @@ class Calibration:
         import numpy as np
 
         network = self.networks[ops[0].kind]
-        if network.on_analytic:
-            baselines, rows = on_analytic(ops, gpu, analytic)
-        else:
-            baselines, rows = _described(ops, gpu)
+        baselines, rows = on_analytic(ops, gpu, analytic if network.on_analytic else None)
         outputs = network(rows)
-        times = (baselines * np.exp(outputs[:, 0])).tolist()
+        times = baselines * np.exp(outputs[:, 0])
         spreads = np.exp(np.minimum(outputs[:, 1], WIDEST))
         wider = 1 + _OTHER_MACHINE * ("collected" in self.about)
-        low = (np.exp(network.quantiles[0] * spreads) / wider).tolist()
-        high = (np.exp(network.quantiles[1] * spreads) * wider).tolist()
+        low = times * (np.exp(network.quantiles[0] * spreads) / wider)
+        high = times * (np.exp(network.quantiles[1] * spreads) * wider)
         ends = 2 + len(network.families)
-        families = _choices(outputs[:, 2:ends])
-        tiles = _choices(outputs[:, ends:])
+        chosen: Any = [()] * len(ops)
+        if network.families:
+            chosen = zip(_choices(outputs[:, 2:ends]), _choices(outputs[:, ends:]), strict=True)
         corrected = []
-        for index, (op, estimate) in enumerate(zip(ops, analytic, strict=True)):
+        columns = times.tolist(), low.tolist(), high.tolist(), chosen
+        for op, estimate, each_s, low_s, high_s, choice in zip(ops, analytic, *columns, strict=True):
             floor = floor_s(op, gpu)
-            time_s = max(times[index], floor)
-            estimate = replace(
-                estimate,
-                time_s=time_s,
-                low_s=min(time_s, max(times[index] * low[index], floor)),
-                high_s=max(time_s, times[index] * high[index]),
-                bound=bound(estimate.math_s, estimate.memory_s, time_s),
-                provenance=ESTIMATED,
-            )
-            if network.families:
-                family, tile = network.families[families[index][0]], network.tiles[tiles[index][0]]
-                estimate = replace(
+            time_s = max(each_s, floor)
+            facts: dict[str, Any] = {}
+            if choice and isinstance(op, Gemm):
+                (family, _), (tile, sure) = choice
+                tile = network.tiles[tile] if sure >= SURE else None
+                waves = count(op.m, op.n, tile, op.batch) / gpu.sms if tile else None
+                family = network.families[family] or estimate.kernel_family
+                facts = {"kernel_family": family, "tile": tile, "waves": waves}
+            corrected.append(
+                replace(
                     estimate,
-                    kernel_family=family or estimate.kernel_family,
-                    **_tiled(op, gpu, tile if tiles[index][1] >= SURE else None),
+                    time_s=time_s,
+                    low_s=min(time_s, max(low_s, floor)),
+                    high_s=max(time_s, high_s),
+                    bound=bound(estimate.math_s, estimate.memory_s, time_s),
+                    provenance=ESTIMATED,
+                    **facts,
                 )
-            corrected.append(estimate)
+            )
         return corrected
 
 
@@ -217,38 +217,27 @@ def _choices(logits: NDArray[np.float32]) -> list[tuple[int, float]]:
     """The most likely class of each row, with its probability."""
     import numpy as np
 
-    if not logits.shape[1]:
-        return []
     best = logits.argmax(axis=1)
     top = logits.max(axis=1, keepdims=True)
     probability = 1.0 / np.exp(logits - top).sum(axis=1)
     return list(zip(best.tolist(), probability.tolist(), strict=True))
 
 
-def _tiled(op: Op, gpu: Gpu, tile: tuple[int, int] | None) -> dict[str, Any]:
-    assert isinstance(op, Gemm)
-    waves = count(op.m, op.n, tile, op.batch) / gpu.sms if tile else None
-    return {"tile": tile, "waves": waves}
-
-
-def _described(ops: Sequence[Op], gpu: Gpu) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-    import numpy as np
-
-    baselines, rows = zip(*(features[type(op)](op, gpu) for op in ops), strict=True)
-    return np.array(baselines), np.array(rows, dtype=np.float32)
-
-
 def on_analytic(
-    ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate]
+    ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate] | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-    """The first stage's times [s], and the inputs of networks that correct them.
+    """The first stage's times [s], and the inputs of networks that correct them; without these the baseline
+    of the features, and the inputs of networks that correct that.
 
     The inputs are the features and, last, the logarithm of the first stage's time over their baseline.
     """
     import numpy as np
 
+    baselines, rows = map(np.array, zip(*(features[type(op)](op, gpu) for op in ops), strict=True))
+    rows = rows.astype(np.float32)
+    if analytic is None:
+        return baselines, rows
     times = np.array([each.time_s for each in analytic])
-    baselines, rows = _described(ops, gpu)
     return times, np.column_stack((rows, np.log(times / baselines).astype(np.float32)))
 
 
@@ -259,8 +248,11 @@ DAMAGED = (
     EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, NotImplementedError, RuntimeError,
     StructError, BadZipFile, ZlibError,
 )  # fmt: skip
+#: What the inputs are normalised by.
+_INPUTS = ("low", "high", "mean", "scale")
 #: Version of the form; files without one are of the first.
 FORMAT = 2
+_OTHER_VERSION = "it was made with another version of tilefit"
 _HINT = "Use another file, or make a new one on this GPU: tilefit calibrate."
 
 
@@ -271,14 +263,11 @@ def fingerprint(kind: str, gpu: Gpu, corrects_first_stage: bool = False) -> int:
     Networks fitted before would be given inputs that mean something else.
     """
     op = example(kind)
-    if corrects_first_stage:
-        baselines, rows = on_analytic([op], gpu, [first_stage(op, gpu)])
-    else:
-        baselines, rows = _described([op], gpu)
+    baselines, rows = on_analytic([op], gpu, [first_stage(op, gpu)] if corrects_first_stage else None)
     return crc32(" ".join(f"{value:.4g}" for value in (*baselines, *rows[0])).encode())
 
 
-def read(path: Traversable) -> Calibration:
+def read(path: Path) -> Calibration:
     """The calibration in a file.
 
     Raises:
@@ -296,7 +285,7 @@ def damage(error: Exception) -> str:
     return str(error) if type(error) is ValueError else "it is damaged, or no calibration"
 
 
-def load(path: Traversable) -> Calibration:
+def load(path: Path) -> Calibration:
     """As :func:`read`, but raises what went wrong: OSError or one of :data:`DAMAGED`."""
     import numpy as np
 
@@ -310,9 +299,10 @@ def load(path: Traversable) -> Calibration:
             raise ValueError("it was made with a newer version of tilefit")
         networks = {kind: network(arrays, kind, facts) for kind, facts in about["networks"].items()}
     gpu = gpus.get(about["gpu"])
-    for kind, facts in about["networks"].items():
+    known = about["networks"].items()
+    for kind, facts in known:
         if facts.get("fingerprint") != fingerprint(kind, gpu, facts.get("on_analytic", False)):
-            raise ValueError("it was made with another version of tilefit")
+            raise ValueError(_OTHER_VERSION)
     links = _links(about["links"]["constants"]) if "links" in about else None
     quick = Quick(**about["quick"]) if "quick" in about else None
     title = ""
@@ -321,15 +311,14 @@ def load(path: Traversable) -> Calibration:
     elif networks or quick:  # not the links alone
         title = f"{'quickly ' if quick else ''}calibrated on {about['date'][:10]}"
     constants = _constants(about["constants"]) if "constants" in about else None
-    facts = about["networks"].items()
-    others = {kind: _constants(each["constants"]) for kind, each in facts if "constants" in each}
+    others = {kind: _constants(each["constants"]) for kind, each in known if "constants" in each}
     scale = about.get("launch_scale", 1.0)
     return Calibration(networks, about, constants, scale, title, others, quick, links=links)
 
 
 def _constants(facts: dict[str, Any]) -> Constants:
     if facts.keys() != Constants.__dataclass_fields__.keys():
-        raise ValueError("it was made with another version of tilefit")
+        raise ValueError(_OTHER_VERSION)
     return Constants(**facts)
 
 
@@ -361,10 +350,9 @@ def merged(first: Calibration, second: Calibration) -> Calibration:
     """
     alike = all(first.about.get(name) == second.about.get(name) for name in ("gpu", "on"))
     if not alike or not (first.constants and second.constants):
-        raise UsageError(
-            f"a calibration of {first.about['gpu']} cannot be merged with this one of {second.about['gpu']}",
-            hint="Merge two of the same GPU that this version's tilefit calibrate made without --quick.",
-        )
+        mine, other = first.about["gpu"], second.about["gpu"]
+        hint = "Merge two of the same GPU that this version's tilefit calibrate made without --quick."
+        raise UsageError(f"a calibration of {mine} cannot be merged with this one of {other}", hint=hint)
     networks, own = dict(first.networks), dict(first.kind_constants)
     facts: dict[str, Any] = {}
     for each in (second, first):
@@ -386,7 +374,7 @@ def write(calibration: Calibration, path: Path) -> None:
 
     arrays: dict[str, Any] = {}
     for kind, fitted in calibration.networks.items():
-        for name in ("low", "high", "mean", "scale"):
+        for name in _INPUTS:
             arrays[f"{kind}/{name}"] = getattr(fitted, name)
         for index, (weight, bias) in enumerate(fitted.layers):
             arrays[f"{kind}/weight{index}"] = weight.astype(np.float16)
@@ -425,10 +413,7 @@ def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
     low, high = facts.get("bounds", (-inf, inf))
     return Network(
         domains=frozenset(facts["domains"]),
-        low=array("low"),
-        high=array("high"),
-        mean=array("mean"),
-        scale=array("scale"),
+        **{name: array(name) for name in _INPUTS},
         layers=tuple((weight(i), array(f"bias{i}")) for i in range(facts["layers"])),
         quantiles=(facts["quantiles"][0], facts["quantiles"][1]),
         families=tuple(facts["families"]),

@@ -24,13 +24,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tilefit.cost.lowering import ADDING, Value, is_generated, is_scattered
-from tilefit.cost.streaming import BY_FUNCTION
+from tilefit.cost.lowering import ADDING, INDUCTOR, Value, is_generated, is_scattered
 from tilefit.ops import FORWARD, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
 
 #: Functions whose result is never computed again.
-_KEPT = frozenset(BY_FUNCTION["inductor"]["kept"].split())
+_KEPT = frozenset(INDUCTOR.kept.split())
 #: Operations in a row that are computed again at most (``torch._inductor.config.realize_opcount_threshold``).
 _MOST_OPERATIONS = 30
 

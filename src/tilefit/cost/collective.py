@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilefit.cost.analytic import estimates, from_datasheet
 from tilefit.cost.constants import Constants
 from tilefit.cost.estimate import MEMORY, Estimate
@@ -23,17 +25,11 @@ def estimate_collective(op: Collective, gpu: Gpu, constants: Constants) -> Estim
     if not is_priced(op, gpu):
         return Estimate(0.0, 0.0, 0.0, MEMORY, kernel_family="collective", reason="not priced")
     fabric = Fabric(gpu)
-    size, group = op.elements * size_bytes(op.dtype), Group(op.ranks, op.ranks)
+    link, size, group = fabric.link, op.elements * size_bytes(op.dtype), Group(op.ranks, op.ranks)
     time_s = fabric.time_s(op.function, size, group, sums=op.dtype in SUMMED)
-    return from_datasheet(
-        op,
-        gpu,
-        time_s,
-        fabric.link.spread,
-        math_s=0.0,
-        memory_s=time_s,
-        kernel_family="collective",
-        provenance=fabric.link.provenance,
-        reason=f"{gpu.link} at {op.link_bytes / time_s / 1e9:.0f} GB/s each way, "
-        f"of {gpu.link_bandwidth_bytes_per_s / 2e9:.0f}",
+    rate, most = op.link_bytes / time_s / 1e9, gpu.link_bandwidth_bytes_per_s / 2e9
+    found = from_datasheet(
+        op, gpu, time_s, link.spread, math_s=0.0, memory_s=time_s, kernel_family="collective"
     )
+    reason = f"{gpu.link} at {rate:.0f} GB/s each way, of {most:.0f}"
+    return replace(found, provenance=link.provenance, reason=reason)

@@ -65,22 +65,13 @@ _ARCHITECTURES = {name: Constants(**facts) for name, facts in _TABLES["architect
 #: GPUs whose own table was fitted, with the spread that remains.
 _FITTED: dict[str, float] = _TABLES["fitted"]
 
-#: Cards with GDDR memory boost to clocks that their power budget does not sustain. DeepBench's T4, the only
-#: such card with a published Tensor Core table besides the L40S, reaches 64 % of its datasheet peak over
-#: its 20 best products. In fp32 the T4 reaches 54 %, the L4 36 % (NeuSight, 50 best linear layers).
+#: Kinds of cards, and cards, that differ from others of their architecture.
+CARDS: dict[str, dict[str, float]] = _TABLES["cards"]
+#: With GDDR memory.
 GDDR_CAPABILITIES = ((7, 5), (8, 6), (8, 9), (12, 0))
-GDDR_MATH_EFFICIENCY = 0.64
-_GDDR_SIMT_EFFICIENCY = 0.6
-_SIMT_EFFICIENCY = {"l4": 0.38}
-#: GeForce cards run their Tensor Cores at half rate and sustain clocks above the datasheet's boost. Chosen on
-#: timm's models on the RTX 4090 (of nine pairs; median error 9.5 %); the 3090's, left out, are 13.4 % off.
-#: What the 3090 alone would choose, 1.25 and 0.93, is 11.6 % off on the 4090 (``benchmarks/timm_tables.py``).
-#: The headroom is a choice: only what nothing can beat rests on it.
-_GEFORCE_MATH, _GEFORCE_MEMORY = 1.15, 0.98
+_FULL_RATE = 1024
+#: Of GeForce cards. A choice: only what nothing can beat rests on it.
 _GEFORCE_HEADROOM = 1.25
-#: Other cards whose Tensor Cores run at half rate: fp16 products of 8192 on an A10G reach 63.2 TFLOP/s by
-#: PyTorch and 67.1 by cuBLAS alone, of 70 (a public log of a burn-in).
-_HALF_RATE_MATH, _FULL_RATE = 0.93, 1024
 
 
 #: What a PCIe card of a GPU that SXM modules have too delivers at the same clock, with less power: NVIDIA's
@@ -107,15 +98,9 @@ def constants(gpu: Gpu) -> Constants:
     if gpu.name in _FITTED:
         return replace(found, spread=_FITTED[gpu.name], provenance=ESTIMATED)
     if gpu.compute_capability in GDDR_CAPABILITIES:
-        found = replace(
-            found,
-            math_efficiency=GDDR_MATH_EFFICIENCY,
-            simt_efficiency=_SIMT_EFFICIENCY.get(gpu.name, _GDDR_SIMT_EFFICIENCY),
-        )
-        if gpu.flop_per_clock_per_sm["fp16"] < _FULL_RATE:
-            found = replace(found, math_efficiency=_HALF_RATE_MATH)
-        if "GeForce" in gpu.title:
-            found = replace(found, math_efficiency=_GEFORCE_MATH, memory_efficiency=_GEFORCE_MEMORY)
+        half_rate = gpu.flop_per_clock_per_sm["fp16"] < _FULL_RATE
+        for kind in ("GDDR", gpu.name, "half rate" * half_rate, "GeForce" * ("GeForce" in gpu.title)):
+            found = replace(found, **CARDS.get(kind, {}))  # type: ignore[arg-type]
     return replace(found, math_efficiency=found.math_efficiency * clock_share(gpu))
 
 

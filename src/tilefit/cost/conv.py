@@ -26,77 +26,24 @@ from tilefit.cost.gemm import schedule
 from tilefit.cost.kernels import CEILINGS, SIMT, Kernel, feed, on_cuda_cores, select, uses_tensor_cores
 from tilefit.cost.launch import KERNEL_S, counts, launches
 from tilefit.cost.memory import clocks_s, floor_s, moved_s, rate_bytes_per_s
-from tilefit.cost.tables import toml
+from tilefit.cost.tables import facts
 from tilefit.cost.tiles import STAGE_BYTES, TILES, ceil_div, count, round_up
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Op, Settings, StepOp
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Op, StepOp
 from tilefit.ops.dtypes import HALVES, LINE_BYTES, elements_per_access, size_bytes
 
-#: fp32 convolutions of 3 x 3 and 5 x 5 at stride 1 run by Winograd's algorithm: how much faster than the
-#: implicit product (DeepBench's V100 and T4, median of 29 layers), and the most it can save (F(2x2, 3x3)).
-_WINOGRAD_KERNELS = (3, 5)
-_WINOGRAD_SPEEDUP = 1.7
-_WINOGRAD_LIMIT = 2.25
-#: A strided data gradient does not skip all the taps that meet no pixel (between the medians of
-#: DeepBench's fp16 and fp32 layers on V100 and T4).
-_STRIDED_GRADIENT_FACTOR = 1.25
-#: Bytes per clock and SM at which cuDNN converts between layouts, NCHW to NHWC and back, where the memory is
-#: not slower: each activation is read and written once. Aligned channels in NCHW; misaligned in NCHW;
-#: misaligned in NHWC (padded copies). From the extra time of six 3 x 3 layers on an H200 (PyTorch 2.11, cuDNN
-#: 9.19).
-_CONVERTED_PER_CLOCK_PER_SM = 8.9
-_MISALIGNED_NCHW_PER_CLOCK_PER_SM = 6.4
-_MISALIGNED_NHWC_PER_CLOCK_PER_SM = 5.4
-#: The first layers' kernels gather channels one by one: FLOP per clock and SM that remain, counted on the
-#: channels padded to a full access, forward and for the weight gradient; the gathers hide the prologue.
-#: From 3, 4 and 8 channels at the input of ResNet, VGG, MobileNet and ViT on an H200, which all take nearly
-#: the same time (``benchmarks/first_convolution.py``).
-_FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM = 420.0
-_FEW_CHANNELS_WEIGHT_GRADIENT = 670.0
+#: What was measured of them, with the sources.
+_KNOWN = facts("conv")
 #: Depthwise and narrow grouped kernels on CUDA cores, by pass, channels-last, strided: share of bandwidth,
 #: multiply-adds per clock and SM, fixed time over that of a product's kernel.
-_NARROW = {(way, last, strided): rest for way, last, strided, *rest in toml("constants")["narrow"]}
-_SPREAD = 0.4
+_NARROW = {(way, last, strided): rest for way, last, strided, *rest in _KNOWN.narrow}
 #: Before Ampere (cuDNN 7.6; DeepBench's layers on V100 and T4) a contraction is split for weight gradients
 #: alone; data gradients have the large tiles alone, so that 8 images of 7 x 7 pixels take as long as 16; a
-#: weight gradient is a product for each tap, whose channels fill whole tiles of so many.
+#: weight gradient is a product for each tap, whose channels fill whole tiles of so many. Forward kernels of
+#: few channels fill 128 columns.
 _TAP_TILE = {(7, 0): 64, (7, 5): 128}
 _LARGE_TILES = tuple(tile for tile in TILES if tile.rows * tile.columns >= 128 * 128)
-#: There too, forward kernels of few channels fill 128 columns. Gradients have further kernels: zeros before,
-#: and of weights a sum behind, of what lies in memory in fp32, on Turing also where nothing is split. Filters
-#: of more taps than this (known of 5 x 20 on one channel) get no product for each of them, but CUDA cores.
 _WIDE_TILES = tuple(tile for tile in TILES if tile.columns >= 128)
-_MOST_TAP_PRODUCTS = 64
-#: Grouped convolutions, over the product of all groups: packed ones share a tile (the profile of an H200,
-#: median of the layers of 50 models: 0.5). Of others in NHWC those of 64 to 512 channels, by powers of two,
-#: have kernels for all groups (the same profile, medians by channels: 1.0 to 1.2, of data gradients 1.5 to
-#: 2.5: ``benchmarks/grouped_convolutions.py``); the rest run group by group (2 to 5 there; of RegNet and
-#: ResNeSt 1.5 to 1.8 on an RTX 3090, 2.7 to 2.9 on a 4090, as their steps leave it).
-_PACKED, _TOGETHER, _GROUP_BY_GROUP = 0.55, 1.2, 2.0
-_FEW_GROUPS, _TOGETHER_WIDTHS = 4, (64, 128, 256, 512)
-#: The same in NHWC before cuDNN 8.5, of fewer groups of so many channels, over that: forward of timm's models
-#: on an RTX 3090 under PyTorch 1.12 over 2.4; backward what is left of training steps there, of the four
-#: models of ``timm_tables.py --seed 0`` that have such (8.0 to 9.4; of three others 8.3 to 9.1).
-_WIDE_GROUP, _MANY_GROUPS = 32, 32
-_WIDE_GROUPS = {FORWARD: 2.9, BACKWARD_DATA: 8.8, BACKWARD_WEIGHT: 8.8}
-#: Dense filters of more than 32 taps on Hopper in 16 bits (``benchmarks/results/large_filters_h100.jsonl``):
-#: forward passes and weight gradients of more than 2^20 elements fall to kernels without Tensor Cores,
-#: whatever the layout and the autotuner (1.2 million do, 0.99 million do not; between is a guess), and weight
-#: gradients of fewer have slow ones. FLOP per clock and SM: geometric means of 6 and of 4 passes, which took
-#: 0.7 to 1.4 times as long. Fewer channels were not measured.
-_MOST_TAPS, _MOST_ELEMENTS = 32, 2**20
-_FALLEN_FLOP_PER_CLOCK_PER_SM = 102.0
-_LARGE_GRADIENT_FLOP_PER_CLOCK_PER_SM = 484.0
-_FALLEN_SPREAD = 0.45
-#: From one pixel to an image, as the first layer of a GAN's generator does, TF32 in NCHW has no Tensor Core
-#: kernel there either: FLOP per clock and SM; of 11 sizes on an H100 1.1 to 4.2
-#: (``benchmarks/function_times.py``).
-_FROM_A_PIXEL_FLOP_PER_CLOCK_PER_SM = 3.0
-_MEASURED_CHANNELS = 24
-#: The kernel that adds a bias to what cuDNN left, in any layout: clocks of a multiprocessor for an element,
-#: and what is before them, all at least as long as any kernel. Set to 2,210 sizes on an H100; of 1,996 drawn
-#: anew the median is 1.05 times as long, and 9 % off (``benchmarks/conv_bias.py``).
-_BIAS_CLOCKS, _BIAS_S = 0.75, 1.2e-6
 
 #: What tells passes apart for the networks.
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
@@ -122,40 +69,34 @@ def estimate_conv(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     """Predicted time of a convolution pass."""
     if op.is_narrow:
         return _depthwise(op, gpu, constants)
-    tensor_cores = uses_tensor_cores(op.dtype, gpu)
-    if tensor_cores and "misaligned convolutions" in gpu.lacks:
-        tensor_cores = not any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
+    misaligned = any(channels % elements_per_access(op.dtype) for channels in op.group_channels)
+    lacks = misaligned and "misaligned convolutions" in gpu.lacks
+    tensor_cores = uses_tensor_cores(op.dtype, gpu) and not lacks
     path = (_on_tensor_cores if tensor_cores else _on_cuda_cores)(op, gpu, constants)
     plan = schedule(path.product, gpu, path.constants, path.kernel, traffic=op)
     added_s = path.conversion_s + _added_s(op, path.product, plan.split, gpu, constants) * tensor_cores
-    factor = _over_product(op, gpu) / (_WINOGRAD_SPEEDUP if path.winograd else 1.0)
+    factor = _over_product(op, gpu) / (_KNOWN.winograd_speedup if path.winograd else 1.0)
     plan = plan._replace(math_s=plan.math_s * factor, memory_s=plan.memory_s * factor + added_s)
     time_s = plan.time_s * factor + added_s + constants.kernel_s(gpu)
-    least_s = floor_s(op, gpu) / (_WINOGRAD_LIMIT if path.winograd else 1.0)
-    return from_datasheet(op, gpu, time_s, _SPREAD, floor=least_s, **plan.facts(path.kernel, gpu))
+    least_s = floor_s(op, gpu) / (_KNOWN.winograd_limit if path.winograd else 1.0)
+    return from_datasheet(op, gpu, time_s, _KNOWN.spread, floor=least_s, **plan.facts(path.kernel, gpu))
 
 
 def _over_product(op: Conv, gpu: Gpu) -> float:
     """How many times as long a pass takes as the product that it is."""
-    factor = 1.0
-    if op.direction == BACKWARD_DATA and any(stride > 1 for stride in op.stride):
-        factor *= _STRIDED_GRADIENT_FACTOR
-    if op.groups > 1 and uses_tensor_cores(op.dtype, gpu):
-        factor *= _over_all_groups(op, gpu)
-    return factor
-
-
-def _over_all_groups(op: Conv, gpu: Gpu) -> float:
-    """How many times as long a grouped pass takes as the product of all groups."""
-    few_wide = op.channels_last and op.groups < _MANY_GROUPS and min(op.group_channels) >= _WIDE_GROUP
-    older = _WIDE_GROUPS[op.direction] if few_wide and "grouped convolutions" in gpu.lacks else 1.0
-    if op.groups > _FEW_GROUPS and _grouping(op) == "packed":
-        return _PACKED * older
-    if not op.channels_last:
-        return 1.0
-    channels_in, channels_out = op.group_channels
-    together = channels_in == channels_out and channels_in in _TOGETHER_WIDTHS and older == 1.0
-    return _TOGETHER if together else _GROUP_BY_GROUP * older
+    factor: float = _KNOWN.strided_gradient if op.direction == BACKWARD_DATA and max(op.stride) > 1 else 1.0
+    if op.groups == 1 or not uses_tensor_cores(op.dtype, gpu):
+        return factor
+    widths = op.group_channels
+    few_wide = op.channels_last and op.groups < _KNOWN.many_groups and min(widths) >= _KNOWN.wide_group
+    older = _KNOWN.wide_groups[op.direction] if few_wide and "grouped convolutions" in gpu.lacks else 1.0
+    over = 1.0
+    if op.groups > _KNOWN.few_groups and _grouping(op) == "packed":
+        over = _KNOWN.packed * older
+    elif op.channels_last:
+        together = widths[0] == widths[1] and widths[0] in _KNOWN.together_widths and older == 1.0
+        over = _KNOWN.together if together else _KNOWN.group_by_group * older
+    return factor * over
 
 
 def _added_s(op: Conv, product: Gemm, split: int, gpu: Gpu, constants: Constants) -> float:
@@ -172,21 +113,22 @@ def _large_filter_rate(op: Op, gpu: Gpu) -> float:
     """FLOP per clock and SM that a large filter leaves; infinite where the library has its usual kernels."""
     if not isinstance(op, Conv) or gpu.compute_capability != (9, 0) or len(op.kernel_size) != 2:
         return inf
-    if op.groups != 1 or max(*op.stride, *op.dilation) > 1 or min(op.group_channels) < _MEASURED_CHANNELS:
-        return inf
+    plain, rate = op.groups == max(*op.stride, *op.dilation) == 1, inf
+    if not plain or min(op.group_channels) < _KNOWN.measured_channels:
+        return rate
     if op.direction == BACKWARD_DATA:
         whole = prod(op.output_size) == 1 < prod(op.kernel_size) and not op.channels_last
-        return _FROM_A_PIXEL_FLOP_PER_CLOCK_PER_SM if whole and op.dtype == "tf32" else inf
-    if op.dtype not in HALVES or prod(op.kernel_size) <= _MOST_TAPS:
-        return inf
-    if op.weight_elements > _MOST_ELEMENTS:
-        return _FALLEN_FLOP_PER_CLOCK_PER_SM
-    return _LARGE_GRADIENT_FLOP_PER_CLOCK_PER_SM if op.direction == BACKWARD_WEIGHT else inf
+        rate = _KNOWN.from_a_pixel if whole and op.dtype == "tf32" else inf
+    elif op.dtype in HALVES and prod(op.kernel_size) > _KNOWN.most_taps:
+        gradient = _KNOWN.large_gradient if op.direction == BACKWARD_WEIGHT else inf
+        rate = _KNOWN.fallen if op.weight_elements > _KNOWN.most_elements else gradient
+    return rate
 
 
 def falls(op: Op, gpu: Gpu) -> bool:
     """Whether a convolution pass falls to kernels without Tensor Cores although its sizes are aligned."""
-    return _large_filter_rate(op, gpu) == _FALLEN_FLOP_PER_CLOCK_PER_SM
+    fallen: float = _KNOWN.fallen
+    return _large_filter_rate(op, gpu) == fallen
 
 
 def with_large_filter(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
@@ -194,15 +136,11 @@ def with_large_filter(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
     time_s = clocks_s(op.flop / _large_filter_rate(op, gpu), gpu)
     if time_s <= estimate.time_s:
         return estimate
-    fallen = falls(op, gpu)
-    return estimate.within(
-        time_s,
-        _FALLEN_SPREAD,
-        math_s=time_s,
-        bound=MATH,
-        kernel_family=SIMT if fallen else estimate.kernel_family,
-        reason=f"no {'Tensor Core kernel' if fallen else 'fast weight gradient'} for so large a filter",
-    )
+    what, family = "fast weight gradient", estimate.kernel_family
+    if falls(op, gpu):
+        what, family = "Tensor Core kernel", SIMT
+    facts = {"bound": MATH, "kernel_family": family, "reason": f"no {what} for so large a filter"}
+    return estimate.within(time_s, _KNOWN.fallen_spread, 0.0, math_s=time_s, **facts)
 
 
 def with_bias(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
@@ -211,15 +149,15 @@ def with_bias(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
         return estimate
     found = constants_of(gpu)
     written = op.write_bytes
-    math_s = clocks_s(_BIAS_CLOCKS * written / size_bytes(op.dtype), gpu)
-    added_s = max(_BIAS_S + max(math_s, moved_s(2 * written, gpu, found)), found.kernel_s(gpu))
+    math_s = clocks_s(_KNOWN.bias_clocks * written / size_bytes(op.dtype), gpu)
+    added_s = max(_KNOWN.bias_s + max(math_s, moved_s(2 * written, gpu, found)), found.kernel_s(gpu))
     return estimate.each(lambda time_s: time_s + added_s)
 
 
 @launches(Conv)
-def launch_conv(op: Conv, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float | None]:
+def launch_conv(op: Conv, phase: str, gpu: Gpu, compiled: bool) -> tuple[int, float | None]:
     """Compiled, one call makes both gradients of a convolution."""
-    return 1, KERNEL_S * kernels(op, gpu) if settings.compiled and op.direction == BACKWARD_WEIGHT else None
+    return 1, KERNEL_S * kernels(op, gpu) if compiled and op.direction == BACKWARD_WEIGHT else None
 
 
 @counts(Conv)
@@ -249,7 +187,7 @@ def _on_cuda_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     if kernel.family != SIMT:
         kernel = on_cuda_cores(gpu, f"channels {op.group_channels} are not multiples of 16 bytes: CUDA cores")
     once = op.groups == max(*op.stride, *op.dilation) == 1 and op.dtype == "fp32"
-    winograd = once and all(size in _WINOGRAD_KERNELS for size in op.kernel_size)
+    winograd = once and all(size in _KNOWN.winograd_sizes for size in op.kernel_size)
     reason = kernel.reason + ", by Winograd's algorithm" * winograd
     return _Path(op.implicit_gemm, kernel._replace(reason=reason), constants, winograd=winograd)
 
@@ -260,7 +198,7 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     weight_gradient = op.direction == BACKWARD_WEIGHT
     older = gpu.compute_capability < (8, 0)
     few = channels[0] <= access and op.groups == 1
-    if older and few and weight_gradient and prod(op.kernel_size) > _MOST_TAP_PRODUCTS:
+    if older and few and weight_gradient and prod(op.kernel_size) > _KNOWN.most_tap_products:
         kernel = on_cuda_cores(gpu, f"{prod(op.kernel_size)} taps: CUDA cores")
         return _Path(replace(op, in_channels=access).implicit_gemm, kernel, constants)
     whole = _TAP_TILE.get(gpu.compute_capability, access) if weight_gradient and op.groups == 1 else access
@@ -276,34 +214,30 @@ def _on_tensor_cores(op: Conv, gpu: Gpu, constants: Constants) -> _Path:
     if plain:
         reason = "1 x 1 in NCHW: a plain product for each image"
     elif not op.channels_last:
-        rate = _MISALIGNED_NCHW_PER_CLOCK_PER_SM if misaligned else _CONVERTED_PER_CLOCK_PER_SM
+        rate = _KNOWN.converted_misaligned_nchw if misaligned else _KNOWN.converted_nchw
         reason = "NCHW in memory: cuDNN converts to NHWC and back around the Tensor Core kernel"
     elif misaligned and channels[0] >= access:
-        rate = _MISALIGNED_NHWC_PER_CLOCK_PER_SM
+        rate = _KNOWN.converted_misaligned_nhwc
         reason = f"channels {channels[0]} -> {channels[1]} are not multiples of {access}: padded copies"
     else:
         reason = "implicit matrix product in NHWC"
-    conversion_s = 0.0
-    if rate:
-        activations = (op.input_elements + op.output_elements) * size_bytes(op.dtype)
-        reached = gpu.memory_bandwidth_bytes_per_s * constants.memory_efficiency
-        conversion_s = 2 * activations / min(rate * gpu.sms * gpu.boost_clock_hz, reached)
+    activations = (op.input_elements + op.output_elements) * size_bytes(op.dtype)
+    reached = gpu.memory_bandwidth_bytes_per_s * constants.memory_efficiency
+    conversion_s = 2 * activations / min(rate * gpu.sms * gpu.boost_clock_hz, reached) if rate else 0.0
     # The padded product is aligned; what misalignment costs is the copies around it.
     family = select(replace(product, m=round_up(product.m, 64), k=round_up(product.k, 64)), gpu).family
-    ceiling = (
-        0.0 if not plain or is_plain_product(op) else CEILINGS[size_bytes(op.dtype), PLAIN_ACCESS_BYTES][1]
-    )
-    kernel = Kernel(family, reason, ceiling, feed_bytes_per_clock_per_sm=feed(gpu))
+    in_pieces = plain and not is_plain_product(op)
+    ceiling = CEILINGS[size_bytes(op.dtype), PLAIN_ACCESS_BYTES][1] if in_pieces else 0.0
     constants = replace(constants, small_tile_exponent=0.0)
-    if older and not weight_gradient:
-        kernel = kernel._replace(splits=(1,), tiles=_LARGE_TILES if op.direction == BACKWARD_DATA else TILES)
     if few and whole == access:
-        rate = _FEW_CHANNELS_WEIGHT_GRADIENT if weight_gradient else _FEW_CHANNELS_FLOP_PER_CLOCK_PER_SM
-        kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate)
-        if older and op.direction == FORWARD:
-            rate *= constants.math_efficiency / GENERAL.math_efficiency  # at the clock that is sustained
-            kernel = kernel._replace(ceiling_flop_per_clock_per_sm=rate, tiles=_WIDE_TILES)
+        ceiling = _KNOWN.few_channels_weight_gradient if weight_gradient else _KNOWN.few_channels
+        if older and op.direction == FORWARD:  # at the clock that is sustained
+            ceiling *= constants.math_efficiency / GENERAL.math_efficiency
         constants = replace(constants, prologue_bytes=0.0)
+    kernel = Kernel(family, reason, ceiling, feed_bytes_per_clock_per_sm=feed(gpu))
+    if older and not weight_gradient:
+        tiles = _LARGE_TILES if op.direction == BACKWARD_DATA else _WIDE_TILES if few else TILES
+        kernel = kernel._replace(splits=(1,), tiles=tiles)
     return _Path(product, kernel, constants, conversion_s)
 
 
@@ -314,15 +248,10 @@ def _depthwise(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
     pixels = op.input_elements if op.direction == BACKWARD_DATA else 0
     tried = max(op.output_elements, pixels) * prod(op.kernel_size) * min(op.group_channels)
     math_s = clocks_s(tried / per_clock, gpu)
+    time_s = max(memory_s, math_s) + kernels * constants.kernel_s(gpu)
+    reason = f"{op.in_channels // op.groups} channels per group: CUDA cores, not Tensor Cores"
     return from_datasheet(
-        op,
-        gpu,
-        max(memory_s, math_s) + kernels * constants.kernel_s(gpu),
-        _SPREAD,
-        math_s=math_s,
-        memory_s=memory_s,
-        kernel_family=SIMT,
-        reason=f"{op.in_channels // op.groups} channels per group: CUDA cores, not Tensor Cores",
+        op, gpu, time_s, _KNOWN.spread, math_s=math_s, memory_s=memory_s, kernel_family=SIMT, reason=reason
     )
 
 

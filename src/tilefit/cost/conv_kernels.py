@@ -11,6 +11,7 @@ from math import prod
 
 from tilefit.cost.gemm import kernels as product_kernels
 from tilefit.cost.kernels import uses_tensor_cores
+from tilefit.cost.tables import facts
 from tilefit.cost.tiles import round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD
@@ -20,18 +21,8 @@ from tilefit.ops.dtypes import elements_per_access, size_bytes
 #: Pixels that make whole accesses of so many bytes are multiplied as they lie, by a slower kernel than those
 #: of 16 bytes, but by a single one.
 PLAIN_ACCESS_BYTES = 8
-#: Pixels of an image from which few channels are converted too.
-_CONVERTED_PIXELS = 4096
-#: Fewest channels of the input that make no whole accesses and are converted: in 16 bits, and in TF32.
-_CONVERTED = {FORWARD: (16, 1 << 30), BACKWARD_DATA: (1, 1 << 30), BACKWARD_WEIGHT: (2, 10)}
-#: FLOP of passes in TF32 from which they run by kernels that convert all operands, by the pass; and of
-#: gradients of weights whose channels are padded.
-_LARGE_TF32 = {FORWARD: 5e8, BACKWARD_DATA: 5e8, BACKWARD_WEIGHT: 1.6e8}
-_PADDED = 1e7
-#: FLOP of gradients in 16 bits and in TF32 up to which output channels that make no whole accesses stay so.
-_FEW_OUTPUTS = (9e6, 2.9e7)
-#: Taps of filters on few channels whose gradient in TF32 has a kernel of its own, whatever the image.
-_FEW_TAPS = 25
+#: What was found of the others, with the sources.
+_KNOWN = facts("conv_kernels")
 
 
 def is_plain_product(op: Conv, access_bytes: int = 16) -> bool:
@@ -61,9 +52,9 @@ def kernels(op: Conv, gpu: Gpu) -> int:
     zeros = op.dtype == "tf32" and op.direction == BACKWARD_DATA
     if ins and _runs_as_it_lies(op):
         return 1 + zeros
-    if outs and op.direction != FORWARD and op.flop < _FEW_OUTPUTS[op.dtype == "tf32"]:
+    if outs and op.direction != FORWARD and op.flop < _KNOWN.few_outputs[op.dtype == "tf32"]:
         return 1
-    if op.dtype == "tf32" and not outs and op.flop < _LARGE_TF32[op.direction]:
+    if op.dtype == "tf32" and not outs and op.flop < _KNOWN.large_tf32[op.direction]:
         # Of the input and the filter; a gradient of the input needs its zeros; of the weights all in one.
         return {FORWARD: 3, BACKWARD_DATA: 2, BACKWARD_WEIGHT: 1}[op.direction]
     converted = sum(prod(sizes) > 1 for sizes in (op.input_size, op.kernel_size, op.output_size))
@@ -86,17 +77,18 @@ def _is_padded(op: Conv, misaligned_input: bool) -> bool:
     """Whether operands in NHWC whose channels make no whole accesses are padded: all but the few channels of
     a first layer, which have kernels of their own, and gradients of few weights."""
     if op.direction == FORWARD and misaligned_input:
-        return op.group_channels[0] >= (2 if op.dtype == "tf32" else _CONVERTED[FORWARD][0])
-    return op.direction != BACKWARD_WEIGHT or op.flop > _PADDED
+        return op.group_channels[0] >= (2 if op.dtype == "tf32" else _KNOWN.converted[FORWARD][0])
+    return op.direction != BACKWARD_WEIGHT or op.flop > _KNOWN.padded
 
 
 def _runs_as_it_lies(op: Conv) -> bool:
     """Whether a pass in NCHW the channels of whose input make no whole accesses is not converted."""
     channels = op.group_channels[0]
-    small = channels == 1 or prod(op.input_size) < _CONVERTED_PIXELS
+    small = channels == 1 or prod(op.input_size) < _KNOWN.converted_pixels
     if op.dtype == "tf32" and op.direction == BACKWARD_WEIGHT:
-        small = prod(op.kernel_size) <= _FEW_TAPS or op.flop < _PADDED
-    return small and channels < _CONVERTED[op.direction][op.dtype == "tf32"]
+        small = prod(op.kernel_size) <= _KNOWN.few_taps or op.flop < _KNOWN.padded
+    most: float = _KNOWN.converted[op.direction][op.dtype == "tf32"]
+    return small and channels < most
 
 
 def _on_cuda_cores(op: Conv) -> int:

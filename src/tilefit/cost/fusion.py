@@ -18,14 +18,14 @@ from dataclasses import replace
 
 from tilefit.cost.chains import Chain, Chains, adds_across
 from tilefit.cost.kept import memory
-from tilefit.cost.lowering import ADDING, Value, flop_of, lowered, padded
-from tilefit.cost.streaming import BY_FUNCTION, GENERATED
+from tilefit.cost.lowering import ADDING, INDUCTOR, Value, flop_of, lowered, padded
+from tilefit.cost.streaming import GENERATED
 from tilefit.cost.uncompiled import marked
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import tensors_that_stay
 
-_STAGES: dict[str, int] = BY_FUNCTION["inductor_stages"]
+_STAGES: dict[str, int] = INDUCTOR.stages
 #: Norms whose statistics need the whole grid, or too much of it, before they can be used.
 _IN_TWO_PASSES = ("native_batch_norm", "native_group_norm")
 #: Sums and products so far: where they run across rows, each thread goes down a column, and each element that

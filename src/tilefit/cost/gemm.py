@@ -33,8 +33,7 @@ _STAGE_BY_THREADS_BYTES = STAGE_BYTES // 2
 _RESIDENT = 2 * _LARGEST_TILE
 #: Half-widths of the 80 % interval, as a factor minus one: fp32 on CUDA cores (NeuSight's tables), and what
 #: few measurements support: misaligned products, other element types.
-_SIMT_SPREAD = 0.5
-_UNFITTED_SPREAD = 0.35
+_SIMT_SPREAD, _UNFITTED_SPREAD = 0.5, 0.35
 #: Element types whose products networks are fitted to.
 _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "int8")
 _LAYOUTS = ("TN", "NN", "NT", "TT")
@@ -132,10 +131,9 @@ def schedule(
 
 def _spread(gemm: Gemm, kernel: Kernel, constants: Constants) -> float:
     """Half-width of the interval: the constants' own is that of what they were fitted on."""
-    if kernel.family == SIMT:
-        return _SIMT_SPREAD
     as_fitted = gemm.dtype in HALVES and not kernel.misaligned
-    return constants.spread if as_fitted else max(constants.spread, _UNFITTED_SPREAD)
+    own = constants.spread if as_fitted else max(constants.spread, _UNFITTED_SPREAD)
+    return _SIMT_SPREAD if kernel.family == SIMT else own
 
 
 @estimates(Gemm)
@@ -147,14 +145,9 @@ def estimate_gemm(gemm: Gemm, gpu: Gpu, constants: Constants) -> Estimate:
     if gemm.batch > 1:  # tiles that batches alone have make none of them faster than one product
         one = replace(gemm, batch=1, same_b=False)
         time_s = max(time_s, schedule(one, gpu, constants, select(one, gpu)).time_s)
-    return from_datasheet(
-        gemm,
-        gpu,
-        time_s + constants.kernel_s(gpu),
-        _spread(gemm, kernel, constants),
-        provenance=constants.provenance,
-        **plan.facts(kernel, gpu),
-    )
+    time_s, facts = time_s + constants.kernel_s(gpu), plan.facts(kernel, gpu)
+    spread = _spread(gemm, kernel, constants)
+    return from_datasheet(gemm, gpu, time_s, spread, provenance=constants.provenance, **facts)
 
 
 #: Products in fp32 of 33 rows or more that the library makes in two steps, of three with a bias: the longest

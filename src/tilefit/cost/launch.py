@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from tilefit.cost.kinds import ByKind
@@ -101,7 +100,7 @@ GRAPHED_S = 0.35e-6
 #: the third H100, which set nothing, the measured sum is 3.6 % short in the median, with this 1.2 %.
 IDLE_S = 1.3e-6
 
-#: ``(op, phase, gpu, settings) -> (kernels, host time or None for what a call takes)`` of kinds that differ.
+#: ``(op, phase, gpu, compiled) -> (kernels, host time or None for what a call takes)`` of kinds that differ.
 launches = ByKind(lambda op, *_: (op.kernels, None))
 
 
@@ -128,14 +127,13 @@ class Launch(NamedTuple):
 
 def launch(entry: StepOp, gpu: Gpu, settings: Settings) -> Launch:
     """What it takes to launch an operation."""
-    op, phase = entry.op, entry.phase
-    settings = replace(settings, compiled=settings.compiled and not entry.eager)
-    kernels, host_s = launches[type(op)](op, phase, gpu, settings)
+    op, phase, compiled = entry.op, entry.phase, settings.compiled and not entry.eager
+    kernels, host_s = launches[type(op)](op, phase, gpu, compiled)
     if host_s is not None:
         return Launch(kernels, host_s)
     if phase == OPTIMIZER:
         return Launch(kernels, OPTIMIZER_S)
-    if settings.compiled:
+    if compiled:
         # What PyTorch prepares before attention, the compiler makes part of its kernels.
         within = kernels if isinstance(op, Attention) else launched(entry, gpu)
         return Launch(kernels, COMPILED_CALL_S + KERNEL_S * (within - 1))
@@ -180,8 +178,7 @@ def around_s(step: Step) -> Iterator[float]:
     count = Counter(entry.phase for entry in step.ops)
     module = None
     for entry in step.ops:
-        around = 0.0
-        eager = entry.eager or not in_graph
+        around, eager = 0.0, entry.eager or not in_graph
         if entry.replayed:
             pass
         elif entry.phase == OPTIMIZER:

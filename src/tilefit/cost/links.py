@@ -74,14 +74,8 @@ def network(name: str) -> Network:
         return NETWORKS[name]
     if (match := _CARDS.fullmatch(name)) and int(match[1]) and int(match[2]):
         return Network(name, int(match[1]), int(match[2]) * _GBIT)
-    raise UsageError(
-        f"unknown network {name!r}",
-        hint=near(
-            name,
-            NETWORKS,
-            f"Use one of {', '.join(NETWORKS)}; or the cards of a machine and their Gbit/s, such as 8x400.",
-        ),
-    )
+    known = f"Use one of {', '.join(NETWORKS)}; or the cards of a machine and their Gbit/s, such as 8x400."
+    raise UsageError(f"unknown network {name!r}", hint=near(name, NETWORKS, known))
 
 
 @dataclass(frozen=True, slots=True)

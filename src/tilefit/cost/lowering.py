@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from tilefit.cost.streaming import BY_FUNCTION
+from tilefit.cost.tables import facts
 from tilefit.cost.tiles import round_up
 from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Op, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import elements_per_access, size_bytes
@@ -32,34 +32,10 @@ PAD = "pad"
 BIAS = "bias"
 #: Roles that are generated code.
 _GENERATED = "softmax normalization reduction pointwise copy loss embedding indexing pooling".split()
+#: What was found of Inductor, with the sources.
+INDUCTOR = facts("inductor")
 #: Functions that Inductor leaves to ATen's own kernels, and that add at indexed places.
-_LEFT_TO_ATEN, ADDING = (
-    frozenset(BY_FUNCTION["inductor"][which].split()) for which in ("left_to_aten", "adding")
-)
-_WORK: dict[str, float] = BY_FUNCTION["inductor_work"]
-#: Work of one window that an element of a gradient of pooling looks into (``Op.flop_per_element``):
-#: ResNet-50's on an H200 takes 1.6 ps, VGG-16's 2.0, SqueezeNet's on an H100 2.3.
-_WINDOW_WORK = 130.0
-#: Additions for each element of an interpolation's gradient: the corners that it reads, where it reads more
-#: than the nearest.
-_CORNERS = {"linear1d": 2, "bilinear2d": 4, "trilinear3d": 8, "bicubic2d": 16}
-#: Work of one addition, likewise, where neighbouring threads add to the same line (SegFormer's scores and the
-#: field of the registration: 2.8 and 3.2 ps), where each adds to another one (SegFormer's features, in NHWC
-#: into tables in NCHW: 10.6 to 13.3 ps), the same in a 2-byte type (DeBERTa's scores: 18.6 ps), and where so
-#: many add to a row so short that they wait for each other (T5's relative positions, 8192 a word: 1.07 ns).
-#: Longer rows are added like neighbours (attention over the edges of a graph on an H100: 3.6 ps).
-_ADDED_WORK = 187.0
-_SCATTERED_WORK = 790.0
-_NARROW_WORK = 1240.0
-_CONTENDED_WORK = 7.2e4
-_CONTENDED = 1024
-_SHORT_ROW = 32
-#: FLOP per byte from which a misaligned product is padded: about the ops:byte ratio of a V100 or A100, below
-#: which the copies would cost as much as they save.
-_PADDED_INTENSITY = 140
-#: ``decide_layout_opt``: graph nodes per convolution above which it is not worth it.
-_FEW_CONVOLUTIONS = 300
-_SMALL_CHANNELS = 64
+_LEFT_TO_ATEN, ADDING = frozenset(INDUCTOR.left_to_aten.split()), frozenset(INDUCTOR.adding.split())
 _IMAGE = 2
 
 #: A tensor at one point of the step: the index of the operation that wrote it (-1: none), and its number.
@@ -118,9 +94,10 @@ def is_scattered(op: Streaming) -> bool:
 
 def flop_of(op: Streaming) -> float:
     """What a generated kernel computes for it beside moving its bytes."""
+    known: dict[str, float] = INDUCTOR.work
     if is_scattered(op):
-        return op.elements * op.flop_per_element * _WINDOW_WORK
-    return op.elements * _WORK.get(op.function.strip("_"), op.flop_per_element)
+        return op.elements * op.flop_per_element * known["window"]
+    return op.elements * known.get(op.function.strip("_"), op.flop_per_element)
 
 
 def _with_offsets(entry: StepOp, op: Streaming) -> StepOp:
@@ -144,7 +121,7 @@ def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator
     table = entry.outputs[0]
     from_nothing = "backward" in op.function
     grad = max(entry.inputs, key=lambda ref: ref.bytes) if from_nothing else entry.inputs[-1]
-    tables = _CORNERS.get(op.function.split("_")[1], 1)
+    tables = INDUCTOR.corners.get(op.function.split("_")[1], 1)
     elements = grad.elements * tables
     interpolated = "upsample" in op.function
     size = size_bytes("fp32" if interpolated else table.dtype)
@@ -157,15 +134,16 @@ def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator
     rows = max((ref.elements for ref in entry.inputs if ref.dtype.startswith("int")), default=1)
     stores = entry.phase == FORWARD and not op.function.endswith("_add")  # most likely
     if interpolated:
-        work = _SCATTERED_WORK if strided else _ADDED_WORK
+        work = INDUCTOR.scattered_work if strided else INDUCTOR.added_work
     elif stores:
         work = 1.0
-    elif elements >= _SHORT_ROW * rows:
-        work = _ADDED_WORK
-    elif elements >= _CONTENDED * table.elements:
-        work = _CONTENDED_WORK
+    elif elements >= INDUCTOR.short_row * rows:
+        work = INDUCTOR.added_work
+    elif elements >= INDUCTOR.contended * table.elements:
+        work = INDUCTOR.contended_work
     else:
-        work = _NARROW_WORK if size_bytes(table.dtype) < size_bytes("fp32") else _SCATTERED_WORK
+        is_narrow = size_bytes(table.dtype) < size_bytes("fp32")
+        work = INDUCTOR.narrow_work if is_narrow else INDUCTOR.scattered_work
     added = replace(op, elements=elements, write_bytes=elements * size, kernels=1, flop_per_element=work)
     yield replace(entry, op=added)
 
@@ -213,7 +191,7 @@ def _channels_last(ops: Iterable[StepOp]) -> bool:
     """Inductor's ``decide_layout_opt`` for training, on the forward pass."""
     forward = [entry for entry in ops if entry.phase == FORWARD]
     convs = [entry.op for entry in forward if isinstance(entry.op, Conv)]
-    if not convs or len(forward) >= _FEW_CONVOLUTIONS * len(convs):
+    if not convs or len(forward) >= INDUCTOR.few_convolutions * len(convs):
         return False
     channels = [(conv.group_channels[0], conv.out_channels) for conv in convs]
     grouped = any(conv.groups > 1 and not conv.is_depthwise for conv in convs)
@@ -221,7 +199,7 @@ def _channels_last(ops: Iterable[StepOp]) -> bool:
         2 * wide_out <= wide_in and conv.kernel_size[0] > 1
         for conv, (wide_in, wide_out) in zip(convs, channels, strict=True)
     )
-    return not grouped and not narrowing and max(map(max, channels)) > _SMALL_CHANNELS
+    return not grouped and not narrowing and max(map(max, channels)) > INDUCTOR.small_channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +215,8 @@ class _Pad:
 def padding(entry: StepOp, sources: tuple[tuple[TensorRef, int], ...]) -> tuple[Op, list[_Pad]]:
     """A misaligned product as padding makes it: the larger product, and a copy of each operand that grows.
     Any other operation as it is."""
-    gemm = entry.op
-    if not isinstance(gemm, Gemm) or gemm.dtype in ("fp32", "fp64") or gemm.intensity < _PADDED_INTENSITY:
+    gemm, least = entry.op, INDUCTOR.padded_intensity
+    if not isinstance(gemm, Gemm) or gemm.dtype in ("fp32", "fp64") or gemm.intensity < least:
         return gemm, []
     access = elements_per_access(gemm.dtype)
     grown = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,16 +44,14 @@ class MeasuredRun:
         # Entries are told apart by identity: equal operations of equal layers took different times.
         self._entries = step.ops
         self._times = {id(entry): time for entry, time in zip(step.ops, times, strict=True)}
-        sums: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        took: dict[tuple[str, ...], float] = defaultdict(float)
+        guessed: dict[tuple[str, ...], float] = defaultdict(float)
         for entry, time, estimate in zip(step.ops, times, predicted, strict=True):
-            if time is None or not time.time_s:
-                continue
-            for key in _keys(entry):
-                sums[key][0] += time.time_s
-                sums[key][1] += estimate.time_s
-        self._factors: Mapping[tuple[str, ...], float] = {
-            key: took / guessed for key, (took, guessed) in sums.items() if guessed
-        }
+            if time is not None and time.time_s:
+                for key in _keys(entry):
+                    took[key] += time.time_s
+                    guessed[key] += estimate.time_s
+        self._factors = {key: took[key] / time_s for key, time_s in guessed.items() if time_s}
 
     def corrected(self, entry: StepOp, predicted: Estimate) -> Estimate:
         """What an operation costs, by the run where it was in it."""

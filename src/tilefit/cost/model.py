@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from tilefit.cost.analytic import analytic
 from tilefit.cost.constants import Constants
@@ -15,9 +16,13 @@ from tilefit.cost.transfer import transferred
 from tilefit.gpus import Gpu
 from tilefit.ops import Op
 
-#: Estimates made so far; forgotten all at once when there are too many.
-_KNOWN: dict[tuple[Op, PricedGpu], Estimate] = {}
-_MOST_KNOWN = 200_000
+_MOST_KNOWN = 100_000
+
+
+@lru_cache(maxsize=64)
+def _known(device: PricedGpu) -> dict[Op, Estimate]:
+    """Estimates made so far; forgotten all at once when there are too many."""
+    return {}
 
 
 def estimate(op: Op, gpu: Gpu | str) -> Estimate:
@@ -37,15 +42,15 @@ def estimate(op: Op, gpu: Gpu | str) -> Estimate:
 
 def estimate_all(ops: Iterable[Op], gpu: Gpu) -> list[Estimate]:
     """Predicted times of many operations; equal ones are priced once, and those of a kind together."""
-    device = priced(gpu)
-    keys = [(op, device) for op in ops]
-    if len(_KNOWN) > _MOST_KNOWN:
-        _KNOWN.clear()
-    new = list(dict.fromkeys(op for op, _ in keys if (op, device) not in _KNOWN))
+    device, ops = priced(gpu), [*ops]
+    known = _known(device)
+    if len(known) > _MOST_KNOWN:
+        known.clear()
+    new = [op for op in dict.fromkeys(ops) if op not in known]
     for op, found in zip(new, by_stages([traffic(op) for op in new], device), strict=True):
         found = with_rows(op, with_work(op, found, device), device)
-        _KNOWN[op, device] = with_bias(op, with_large_filter(op, found, device), device)
-    return [_KNOWN[key] for key in keys]
+        known[op] = with_bias(op, with_large_filter(op, found, device), device)
+    return [known[op] for op in ops]
 
 
 def by_stages(ops: Sequence[Op], device: PricedGpu, fitted: Constants | None = None) -> list[Estimate]:
@@ -57,26 +62,23 @@ def by_stages(ops: Sequence[Op], device: PricedGpu, fitted: Constants | None = N
         fitted: Constants of the first stage, where those of the device are not to be taken.
     """
     before, donor, calibration = device.before, device.donor, device.calibration
-    if before is not None:
-        estimates = by_stages(ops, before, calibration.constants)
-    else:
-        estimates = [analytic(op, device, fitted or device.constants) for op in ops]
     covers = calibration.covers if donor is None else device.covers
-    covered: dict[str, list[int]] = {}
+    of_kinds: dict[str, list[int]] = {}  # what nobody measured together, too
     for index, op in enumerate(ops):
-        if covers(op):
-            covered.setdefault(op.kind, []).append(index)
-    for kind, indices in covered.items():
+        of_kinds.setdefault(op.kind if covers(op) else "", []).append(index)
+    shipped = before and by_stages(ops, before, calibration.constants)
+    estimates: dict[int, Estimate] = {}
+    for kind, indices in of_kinds.items():
         together = [ops[index] for index in indices]
-        if donor is not None:
-            pairs = zip(together, by_stages(together, donor), strict=True)
-            corrected = [transferred(op, theirs, donor, device.as_measured) for op, theirs in pairs]
+        if shipped:
+            found = [shipped[index] for index in indices]
+        elif kind and donor is not None:
+            measured, pairs = device.as_measured, zip(together, by_stages(together, donor), strict=True)
+            found = [transferred(op, theirs, donor, measured) for op, theirs in pairs]
         else:
-            own = calibration.kind_constants.get(kind, device.constants)
-            first = [estimates[i] for i in indices]
-            if before is None:
-                first = [analytic(op, device, own) for op in together]
-            corrected = calibration.correct(together, device, first)
-        for index, better in zip(indices, corrected, strict=True):
-            estimates[index] = better
-    return estimates
+            own = calibration.kind_constants.get(kind) if kind else fitted
+            found = [analytic(op, device, own or device.constants) for op in together]
+        if kind and donor is None:
+            found = calibration.correct(together, device, found)
+        estimates.update(zip(indices, found, strict=True))
+    return [estimates[index] for index in range(len(ops))]

@@ -6,8 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
-from importlib import resources
+from functools import cache, lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tilefit.cost.calibration import DAMAGED, Calibration, damage, load, read
 from tilefit.cost.constants import Constants, constants
 from tilefit.cost.launch import KNOWN_HOST, UNKNOWN_HOST
 from tilefit.cost.measured import MeasuredRun
-from tilefit.cost.tables import toml
+from tilefit.cost.tables import DATA, toml
 from tilefit.errors import TilefitError, UsageError
 from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Op, Streaming
@@ -108,9 +107,8 @@ class PricedGpu(Gpu):
     @property
     def launch_scale(self) -> float:
         """Host time of a step, over what :mod:`tilefit.cost.launch` states."""
-        if self.run is not None and self.run.launch_scale is not None:
-            return self.run.launch_scale
-        return self.calibration.launch_scale
+        timed = self.run.launch_scale if self.run else None
+        return self.calibration.launch_scale if timed is None else timed
 
     @property
     def launch_spread(self) -> float:
@@ -174,16 +172,15 @@ def with_libraries(gpu: PricedGpu, versions: str) -> PricedGpu:
         name, _, text = each.partition("=")
         number, known = _version(text), _LIBRARIES.get(name)
         if known is None or min(number) < 0:
-            raise UsageError(
-                f"{each!r} is no version of {' or '.join(_LIBRARIES)}", hint="Write cublas=10.2,cudnn=7.6."
-            )
+            what = f"{each!r} is no version of {' or '.join(_LIBRARIES)}"
+            raise UsageError(what, hint="Write cublas=10.2,cudnn=7.6.")
         runs = (at for since, at in known["first"].items() if _version(since) <= gpu.compute_capability)
         first = max(runs, key=_version, default="0")
         if number < _version(first):
             hint = f"The first that does is {first}."
             raise UsageError(f"{name} {text} does not run on the {gpu.title}", hint=hint)
-        for what, (since, before) in known["lacks"].items():
-            lacks |= {what} if _version(since) <= number < _version(before) else set()
+        spans = known["lacks"].items()
+        lacks |= {what for what, span in spans if _version(span[0]) <= number < _version(span[1])}
     return replace(gpu, lacks=frozenset(lacks)) if lacks else gpu
 
 
@@ -196,22 +193,19 @@ def _together(asked: Sequence[Any], named: Calibration | None) -> list[PricedGpu
     devices = [gpus.get(entry) if isinstance(entry, str) else entry for entry in asked]
     for entry in devices:
         if not isinstance(entry, Gpu):
-            raise UsageError(
-                f"a GPU is named by a text, not by {type(entry).__name__} {entry!r}",
-                hint='Write gpu="h200"; tilefit gpu lists them.',
-            )
-    of_gpu = named.about["gpu"] if named else ""
-    if named and of_gpu not in {device.name for device in devices}:
-        raise UsageError(
-            f"the calibration is of the GPU {of_gpu}, not of {', '.join(device.name for device in devices)}",
-            hint=f"Check for that one: --gpu {of_gpu}; or leave the calibration out.",
-        )
-    return [
-        device
-        if isinstance(device, PricedGpu) and device.name != of_gpu
-        else _with(device, named if device.name == of_gpu else _usual(device))
-        for device in devices
-    ]
+            what = f"a GPU is named by a text, not by {type(entry).__name__} {entry!r}"
+            raise UsageError(what, hint='Write gpu="h200"; tilefit gpu lists them.')
+    of_gpu, names = (named.about["gpu"] if named else ""), [device.name for device in devices]
+    if named and of_gpu not in names:
+        what = f"the calibration is of the GPU {of_gpu}, not of {', '.join(names)}"
+        raise UsageError(what, hint=f"Check for that one: --gpu {of_gpu}; or leave the calibration out.")
+
+    def with_calibration(device: Gpu) -> PricedGpu:
+        if named and device.name == of_gpu:
+            return _with(device, named)
+        return device if isinstance(device, PricedGpu) else _with(device, _usual(device))
+
+    return [*map(with_calibration, devices)]
 
 
 @lru_cache(maxsize=64)
@@ -223,11 +217,9 @@ def _with(gpu: Gpu, calibration: Calibration) -> PricedGpu:
 def _local() -> Gpu:
     device = gpus.local()
     if device is None:
-        raise UsageError(
-            "no GPU was named, and none was found in this machine",
-            hint='Name the one to check for: --gpu h200 (gpu="h200"); tilefit gpu lists them. A GPU in this '
-            "machine is found by nvidia-ml-py: pip install nvidia-ml-py.",
-        )
+        hint = 'Name the one to check for: --gpu h200 (gpu="h200"); tilefit gpu lists them. '
+        hint += "A GPU in this machine is found by nvidia-ml-py: pip install nvidia-ml-py."
+        raise UsageError("no GPU was named, and none was found in this machine", hint=hint)
     return device
 
 
@@ -239,20 +231,18 @@ def user_path(gpu: str) -> Path:
     return data_folder() / "calibrations" / f"{gpu}.npz"
 
 
-@lru_cache(maxsize=64)
+@cache
 def shipped(gpu: str) -> Calibration | None:
     """The calibration that ships for a GPU, by its short name."""
-    path = resources.files("tilefit.cost") / "data" / f"{gpu}.npz"
+    path = DATA / f"{gpu}.npz"
     return read(path) if path.is_file() else None
 
 
 @lru_cache(maxsize=64)
 def _donated(capability: tuple[int, int]) -> Calibration:
     """The calibration that ships for another GPU, if there can be one of the same compute capability."""
-    folder = resources.files("tilefit.cost") / "data"
-    files = [name for name in gpus.names() if (folder / f"{name}.npz").is_file()]
     # One that was made on top of a donor's says little without it.
-    donors = {name: found for name in files if (found := shipped(name)) and not found.on_shipped}
+    donors = {name: found for name in gpus.names() if (found := shipped(name)) and not found.on_shipped}
     alike = [found for name, found in donors.items() if gpus.get(name).compute_capability == capability]
     return (alike or [*donors.values()])[0]
 
@@ -318,11 +308,8 @@ def _named(path: str | os.PathLike[str] | None) -> Calibration | None:
     try:
         return _completed(own, own.networks)
     except ValueError as error:
-        raise TilefitError(
-            f"the calibration cannot be used: {error}",
-            where=str(path),
-            hint="Make a new one on this GPU: tilefit calibrate.",
-        ) from error
+        hint = "Make a new one on this GPU: tilefit calibrate."
+        raise TilefitError(f"the calibration cannot be used: {error}", where=str(path), hint=hint) from error
 
 
 def _usual(gpu: Gpu) -> Calibration:
@@ -350,12 +337,10 @@ def _users(path: Path, changed_ns: int, gpu: str) -> Calibration:
         raise
     except DAMAGED as error:
         aside = path.rename(corrupt_name(path))
-        raise TilefitError(
-            f"the calibration of this GPU cannot be used: {damage(error)}",
-            where=str(path),
-            hint=f"It was moved to {aside.name}. Run the command again to go on without it, or make a new "
-            "one: tilefit calibrate.",
-        ) from error
+        moved = f"It was moved to {aside.name}. Run the command again to go on without it"
+        what, hint = damage(error), f"{moved}, or make a new one: tilefit calibrate."
+        what = f"the calibration of this GPU cannot be used: {what}"
+        raise TilefitError(what, where=str(path), hint=hint) from error
 
 
 def _better(own: Calibration) -> list[str]:
@@ -372,16 +357,16 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
     """
     if own.quick:
         return corrected(own)
+    name = own.about["gpu"]
     if not own.networks:  # nothing but links was measured
-        ships, name = _ships(gpus.get(own.about["gpu"])), own.about["gpu"]
-        of = ships.about["gpu"]
-        donor = of if of != name else ""
+        ships = _ships(gpus.get(name))
+        donor = ships.about["gpu"] if ships.about["gpu"] != name else ""
         return replace(ships, about=ships.about | {"gpu": name}, donor=donor, links=own.links)
-    mine = {kind: own.networks[kind] for kind in kinds}
     if own.on_shipped:
-        _below(gpus.get(own.about["gpu"]), own)
+        _below(gpus.get(name), own)
         return replace(own, networks={kind: own.networks[kind] for kind in _better(own)})
-    others = shipped(own.about["gpu"])
+    mine = {kind: own.networks[kind] for kind in kinds}
+    others = shipped(name)
     if others is None or others.on_shipped:  # these networks correct something else
         return replace(own, networks=mine)
     theirs = {kind: net for kind, net in others.networks.items() if kind not in mine}

@@ -89,6 +89,7 @@ class Recompute:
             self._lives[number].append(index)
             self._from += [index] * (op + 1 - len(self._from))
         self._from += [len(self._events)] * (len(step.ops) + 2 - len(self._from))
+        self._paths = [_around(entry.site.module) for entry in step.ops]
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._makers: dict[int, int] = {}
         for index, entry in enumerate(step.ops):
@@ -105,7 +106,7 @@ class Recompute:
         spans: dict[str, list[int]] = defaultdict(list)
         starts: dict[str, int] = {}
         for index, entry in enumerate(self._step.ops):
-            for path in _around(entry.site.module):
+            for path in self._paths[index]:
                 if entry.phase == FORWARD and index < self._backward:
                     spans[path].append(index)
                 elif entry.phase != OPTIMIZER:
@@ -167,17 +168,14 @@ class Recompute:
 
     def _is_saved(self, number: int, path: str) -> bool:
         """The module's own backward pass reads it."""
-        return any(reader >= self._backward and self._is_of(reader, path) for reader in self._readers[number])
-
-    def _is_of(self, op: int, path: str) -> bool:
-        return path in _around(self._step.ops[op].site.module)
+        return any(op >= self._backward and path in self._paths[op] for op in self._readers[number])
 
     def _is_dropped(self, number: int, path: str, start: int) -> bool:
         """It is there when the module's backward pass begins, and only its own operations read it."""
         _, gone = self._life(number)
         if gone < self._from[start] or self._owner(number) in _HELD:
             return False
-        return all(self._is_of(reader, path) for reader in self._readers[number])
+        return all(path in self._paths[op] for op in self._readers[number])
 
     # ---- the timeline of a choice --------------------------------------------------------------
 
@@ -231,21 +229,19 @@ class Recompute:
 
     def _next(self, chosen: set[str], at: float, need: float) -> set[str] | None:
         """The choice with one more module: the one that costs least for each byte that it frees at ``at``."""
-        cheapest: tuple[float, set[str]] | None = None
-        covered = {path for each in chosen for path in _around(each)}
         inner = {path: self._relief(path, at) for path in chosen}
-        for path, part in self.parts.items():
-            if path in chosen or any(outer in chosen for outer in _around(path)):
-                continue
-            replaced = {p for p in chosen if path in _around(p)} if path in covered else set()
-            relief = self._relief(path, at) - sum(inner[p] for p in replaced)
-            if relief <= 0:
-                continue
-            extra_s = part.extra_s - sum(self.parts[p].extra_s for p in replaced)
-            cost = (extra_s + _COUNTED * CALL_S) / min(relief, need)
-            if cheapest is None or cost < cheapest[0]:
-                cheapest = cost, (chosen - replaced) | {path}
-        return cheapest and cheapest[1]
+
+        def choices() -> Iterator[tuple[float, set[str]]]:
+            for path, part in self.parts.items():
+                if path in chosen or any(outer in chosen for outer in _around(path)):
+                    continue
+                replaced = {p for p in chosen if p.startswith(f"{path}.")}
+                relief = self._relief(path, at) - sum(inner[p] for p in replaced)
+                if relief > 0:
+                    extra_s = part.extra_s - sum(self.parts[p].extra_s for p in replaced)
+                    yield (extra_s + _COUNTED * CALL_S) / min(relief, need), (chosen - replaced) | {path}
+
+        return min(choices(), key=lambda choice: choice[0], default=(0.0, None))[1]
 
     def _relief(self, path: str, at: float) -> int:
         return -sum(size for place, _, size in self._changed([path]) if place <= at)

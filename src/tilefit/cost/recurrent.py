@@ -16,17 +16,13 @@ from tilefit.cost.gemm import kernels as product_kernels
 from tilefit.cost.launch import counts, launches
 from tilefit.cost.recurrent_times import persistent_steps, table
 from tilefit.cost.streaming import estimate_streaming
-from tilefit.cost.tables import toml
+from tilefit.cost.tables import facts
 from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, Settings, StepOp, Streaming
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Recurrent, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
 
-#: Half-widths of the 80 % interval: of cuDNN's algorithms as computed; as corrected by the sizes measured,
-#: each left out; and of the persistent kernels, as sizes between those measured take what the nearest took.
-_SPREAD = 0.35
-_SPREAD_MEASURED = {STANDARD: 0.15, PERSIST_STATIC: 0.2, PERSIST_STATIC_SMALL_H: 0.7}
-_PERSISTENT_SPREAD = 0.3
-
+#: What was measured of cuDNN's algorithms and of the persistent kernels, with the sources.
+_KNOWN = facts("recurrent/cudnn")
 #: A recurrent layer: the median of the LSTMs in bf16 that ``benchmarks/collect_h200.py --part recurrent``
 #: timed from outside. And one time step of cuDNN's standard recurrent algorithm, forward and backward, per
 #: layer and direction: the lower quartiles over the host-bound cells of
@@ -42,7 +38,7 @@ PERSISTENT_KERNELS = 4
 
 
 @launches(Recurrent)
-def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float]:
+def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, compiled: bool) -> tuple[int, float]:
     """One call, in which the standard algorithm takes the host's time for each step."""
     if persistent_steps(op, gpu) is not None:
         return PERSISTENT_KERNELS * op.num_layers, RECURRENT_S * op.num_layers
@@ -55,7 +51,7 @@ def launch_recurrent(op: Recurrent, phase: str, gpu: Gpu, settings: Settings) ->
 @counts(Recurrent)
 def count_recurrent(op: Recurrent, gpu: Gpu, entry: StepOp) -> int:
     """Those that are launched, whatever the host's time."""
-    return launch_recurrent(op, entry.phase, gpu, Settings())[0]
+    return launch_recurrent(op, entry.phase, gpu, False)[0]
 
 
 @estimates(Recurrent)
@@ -77,18 +73,11 @@ def estimate_recurrent(op: Recurrent, gpu: Gpu, constants: Constants) -> Estimat
     square = replace(op, input_size=op.hidden_size)
     own = _products(op, gpu, constants)
     time_s += own.time_s - _products(square, gpu, constants).time_s
-    row = steps.row
-    return from_datasheet(
-        op,
-        gpu,
-        time_s,
-        _PERSISTENT_SPREAD,
-        math_s=own.math_s,
-        memory_s=0.0,
-        busy_s=min(own.math_s, time_s),
-        kernel_family="tilefit persistent",
-        reason=f"measured with {row.hidden} units, mini-batch {row.batch}, {row.steps} steps",
-    )
+    row, spread = steps.row, _KNOWN.spread_persistent
+    parts = {"math_s": own.math_s, "memory_s": 0.0, "busy_s": min(own.math_s, time_s)}
+    reason = f"measured with {row.hidden} units, mini-batch {row.batch}, {row.steps} steps"
+    family = "tilefit persistent"
+    return from_datasheet(op, gpu, time_s, spread, **parts, kernel_family=family, reason=reason)
 
 
 class _Taken(NamedTuple):
@@ -111,61 +100,45 @@ def _without_weights(op: Recurrent, both_s: float, gpu: Gpu, constants: Constant
     return max(both_s / 2, both_s - weights_s)
 
 
-#: What steps of the persistent algorithm were measured to take.
-_STEPS = toml("recurrent/persist_static")
-
-
 def _persistent_step_s(op: Recurrent, gpu: Gpu) -> float:
     """One time step of a persistent kernel: the H200's table, interpolated in the logarithms of its sizes,
     scaled to the GPU's SMs and clock."""
     import numpy as np
 
+    known = _KNOWN.persist_static
+
     def at(passes: str) -> float:
-        rows = np.log(_STEPS["lstm" if op.gates > 1 else "vanilla"][passes])
-        of_batch = [np.interp(log(op.batch), np.log(_STEPS["batch"]), row) for row in rows]
-        return exp(float(np.interp(log(op.hidden_size), np.log(_STEPS["hidden"]), of_batch)))
+        rows = np.log(known["lstm" if op.gates > 1 else "vanilla"][passes])
+        of_batch = [np.interp(log(op.batch), np.log(known["batch"]), row) for row in rows]
+        return exp(float(np.interp(log(op.hidden_size), np.log(known["hidden"]), of_batch)))
 
     us = at("forward") if op.direction == FORWARD else at("both") - at("forward")
-    slower: float = max(1.0, _STEPS["sms"] / gpu.sms) * _STEPS["clock_hz"] / gpu.boost_clock_hz
+    slower: float = max(1.0, known["sms"] / gpu.sms) * known["clock_hz"] / gpu.boost_clock_hz
     return us * 1e-6 * slower
-
-
-#: cuDNN's algorithm for few hidden units runs the whole recurrence of a layer in one kernel, which reads the
-#: weights (in fp32) once and holds them in a multiprocessor's registers; as many as do not fit it reads again
-#: from L2 in each step. Mini-batches in fp16 go through the Tensor Cores, whose weights fit. Seconds and
-#: seconds per byte before the first step; seconds of a step, and of it the bytes of weights that a clock
-#: takes, from registers, from L2, and in Tensor Cores (H200, 16 to 256 steps).
-_SMALL_BEGIN_S, _SMALL_LOAD_S_PER_BYTE = 8.5e-6, 0.135e-9
-_REGISTERS_BYTES, _SMALL_TENSOR_BATCH = 1 << 18, 8
-_SMALL_STEP = {"registers": (0.3e-6, 228.0), "L2": (0.3e-6, 64.0), "Tensor Cores": (0.7e-6, 180.0)}
 
 
 def _small_hidden_s(op: Recurrent, gpu: Gpu) -> float:
     """A pass of the small-hidden algorithm, one layer and direction after another."""
-    weights = 4 * op.gates * op.hidden_size**2
-    if op.dtype == "fp16" and op.batch >= _SMALL_TENSOR_BATCH:
-        least_s, per_clock = _SMALL_STEP["Tensor Cores"]
-    else:
-        least_s, per_clock = _SMALL_STEP["registers" if weights < _REGISTERS_BYTES else "L2"]
+    small, weights = _KNOWN.small_hidden, 4 * op.gates * op.hidden_size**2
+    way = "registers" if weights < small["registers_bytes"] else "L2"
+    if op.dtype == "fp16" and op.batch >= small["tensor_batch"]:
+        way = "Tensor Cores"
+    least_s, per_clock = small["step"][way]
     step_s = least_s + weights / (per_clock * gpu.boost_clock_hz)
-    began_s = _SMALL_BEGIN_S + weights * _SMALL_LOAD_S_PER_BYTE
-    return op.num_layers * op.directions * (began_s + op.seq_len * step_s)
+    began_s = small["begin_s"] + weights * small["load_s_per_byte"]
+    passed_s: float = op.num_layers * op.directions * (began_s + op.seq_len * step_s)
+    return passed_s
 
 
 def _by_cudnn(op: Recurrent, gpu: Gpu, constants: Constants, factor: float) -> Estimate:
     """Predicted GPU time of a pass by cuDNN: what is computed, times what sizes measured ask for."""
     algorithm, failed = cudnn_algorithm(op, gpu)
     computed = _computed(op, gpu, constants)
-    return from_datasheet(
-        op,
-        gpu,
-        computed.time_s * factor,
-        _SPREAD if factor == 1.0 else _SPREAD_MEASURED[algorithm],
-        math_s=computed.math_s,
-        memory_s=computed.memory_s,
-        kernel_family=f"cudnn {algorithm}",
-        reason=f"cuDNN runs {algorithm}" + (f": {failed}" if failed else ""),
-    )
+    spread = _KNOWN.spread if factor == 1.0 else _KNOWN.spread_measured[algorithm]
+    parts = {"math_s": computed.math_s, "memory_s": computed.memory_s}
+    family, reason = f"cudnn {algorithm}", f"cuDNN runs {algorithm}" + (f": {failed}" if failed else "")
+    time_s = computed.time_s * factor
+    return from_datasheet(op, gpu, time_s, spread, **parts, kernel_family=family, reason=reason)
 
 
 @lru_cache(maxsize=4096)
@@ -220,14 +193,6 @@ def _computed(op: Recurrent, gpu: Gpu, constants: Constants) -> _Taken:
 # products over many steps: where layers lie upon each other, so that they overlap, over some steps at once;
 # the weights' gradients of packed sequences over steps that have as many samples.
 
-#: ``(largest mini-batch, steps)`` that layers upon each other do at once, in each pass; larger ones the last.
-_AT_ONCE = {
-    FORWARD: ((2, 32), (64, 8), (1 << 62, 4)),
-    BACKWARD_DATA: ((2, 32), (8, 16), (64, 4), (1 << 62, 2)),
-}
-#: What the algorithm for fp16 alone runs in each pass; the weights' gradients are as of the others.
-_PERSIST_STATIC = {FORWARD: 3, BACKWARD_DATA: 5}
-
 
 def kernels(op: Recurrent, gpu: Gpu) -> int:
     """Kernels of one pass of a layer that cuDNN runs, the zeros that PyTorch puts into the gradients that
@@ -254,8 +219,8 @@ def kernels(op: Recurrent, gpu: Gpu) -> int:
         states = 1 + (op.mode == "LSTM") + op.num_layers * (op.directions - 1)
     if algorithm == STANDARD:
         return cells * (2 * op.seq_len + chunks) + split + dropout + states
-    if algorithm == PERSIST_STATIC:
-        return cells * _PERSIST_STATIC[op.direction] + split + states
+    if algorithm == PERSIST_STATIC:  # the weights' gradients are as of the others
+        return cells * (3 if op.direction == FORWARD else 5) + split + states
     # The input's product, all steps in one, and forward a GRU's bias or backward what is left of the gates.
     return cells * (2 + (op.direction == BACKWARD_DATA or op.mode == "GRU")) + split + dropout + states
 
@@ -264,7 +229,7 @@ def _chunks(op: Recurrent) -> int:
     """How many products over several steps each layer's input takes."""
     if op.num_layers == 1 or op.bidirectional:
         return 1
-    steps = next(steps for batch, steps in _AT_ONCE[op.direction] if op.batch <= batch)
+    steps: int = next(steps for batch, steps in _KNOWN.at_once[op.direction] if op.batch <= batch)
     if op.direction == FORWARD:
         steps = max(1, min(steps, op.seq_len // op.num_layers))
     return -(-op.seq_len // steps)

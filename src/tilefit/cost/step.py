@@ -9,8 +9,8 @@ that waits for each, would be 5.6 % and 15 % off.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from math import hypot
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from tilefit.cost.streams import Timed, fabric_of, run
 from tilefit.cost.waits import launches_block, own_work_s
 from tilefit.gpus import Gpu
 from tilefit.ops import OPTIMIZER, Gemm, Step
+from tilefit.ops.step import Same
 
 _MOST_KNOWN = 64
 
@@ -56,13 +57,8 @@ def estimate_step(
         python_s: Host time beside the launches, on the stated host.
     """
     device = priced(gpu)
-    if estimates is None:
-        estimates = estimate_all((entry.op for entry in step.ops), device)
-        if device.run is not None:
-            estimates = [device.run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
-    estimates = tuple(estimates)
+    estimates, timed = _timed(step, device, estimates, python_s)
     scale = device.launch_scale if launch_scale is None else launch_scale
-    timed = _Timer(step, device, [each.time_s for each in estimates], python_s)
     found = timed(scale)
     aside = set(found.streams.aside) if found.streams else ()
     widths: dict[tuple[str, str], float] = {}
@@ -103,6 +99,26 @@ def estimate_step(
     )
 
 
+def step_s(step: Step, gpu: Gpu | str) -> float:
+    """Predicted wall time of a step alone, as :func:`estimate_step` tells it with its interval and its parts,
+    which take about as long again to predict."""
+    device = priced(gpu)
+    return _timed(step, device)[1](device.launch_scale).time_s
+
+
+def _timed(
+    step: Step, device: PricedGpu, estimates: Sequence[Estimate] | None = None, python_s: float = 0.0
+) -> tuple[tuple[Estimate, ...], Callable[..., _Paced]]:
+    """A step's operations and, by how many times as long host and GPU take as stated, its time."""
+    if estimates is None:
+        estimates = estimate_all((entry.op for entry in step.ops), device)
+        if device.run is not None:
+            estimates = [device.run.corrected(*pair) for pair in zip(step.ops, estimates, strict=True)]
+    launches_s, times_s = _with_launches(step, device, [each.time_s for each in estimates])
+    slower = 1.0 + python_s / (sum(launches_s) or 1.0)  # it goes with the launches, wherever the host waits
+    return tuple(estimates), partial(_paced, step, device, [slower * each for each in launches_s], times_s)
+
+
 class _Paced(NamedTuple):
     """A step's time, that of the stream that computes, idle between its kernels too, the host's, and how its
     streams run it."""
@@ -113,38 +129,34 @@ class _Paced(NamedTuple):
     streams: Streams | None = None
 
 
-class _Timer:
-    """Host against GPU, with operations of these times."""
-
-    def __init__(self, step: Step, device: PricedGpu, times_s: Sequence[float], python_s: float) -> None:
-        self.step, self.device = step, device
-        self.own_s = own_work_s(step.program)
-        launches_s, self.times_s = _with_launches(step, device, times_s)
-        # It goes with the launches, wherever the host waits.
-        slower = 1.0 + python_s / (sum(launches_s) or 1.0)
-        self.launches_s = [slower * each for each in launches_s]
-
-    def __call__(self, scale: float, gpu_scale: float = 1.0) -> _Paced:
-        """With a host, and a GPU, that takes so many times as long as stated."""
-        program, device = self.step.program, self.device
-        gpu_s, host_s = gpu_scale * sum(self.times_s), scale * (self.own_s + sum(self.launches_s))
-        if program is None or not (program.events or program.order or launches_block(program)):
-            return _Paced(max(gpu_s, host_s), gpu_s, host_s)
-        times_s = [gpu_scale * each for each in self.times_s]
-        launches_s = [scale * each for each in self.launches_s]
-        launches_s[:1] = [scale * self.own_s + first for first in launches_s[:1]]
-        timed = Timed(program, launches_s, times_s)
-        streams = run(timed, device, scale, list(_others(self.step, timed, device)))
-        gpu_s -= sum(times_s[index] for index in streams.aside)  # beside the stream that computes
-        host_s += scale * timed.asked_s
-        return _Paced(max(gpu_s, host_s, streams.time_s), gpu_s, host_s, streams if program.order else None)
+def _paced(
+    step: Step,
+    device: PricedGpu,
+    launches_s: Sequence[float],
+    times_s: Sequence[float],
+    scale: float,
+    gpu_scale: float = 1.0,
+) -> _Paced:
+    """Host against GPU, with operations of these times, each of the two taking so many times as long."""
+    program, own_s = step.program, own_work_s(step.program)
+    gpu_s, host_s = gpu_scale * sum(times_s), scale * (own_s + sum(launches_s))
+    if program is None or not (program.events or program.order or launches_block(program)):
+        return _Paced(max(gpu_s, host_s), gpu_s, host_s)
+    times_s = [gpu_scale * each for each in times_s]
+    launches_s = [scale * each for each in launches_s]
+    launches_s[:1] = [scale * own_s + first for first in launches_s[:1]]
+    timed = Timed(program, launches_s, times_s)
+    streams = run(timed, device, scale, list(_others(step, timed, device)))
+    gpu_s -= sum(times_s[index] for index in streams.aside)  # beside the stream that computes
+    host_s += scale * timed.asked_s
+    return _Paced(max(gpu_s, host_s, streams.time_s), gpu_s, host_s, streams if program.order else None)
 
 
 def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
     """The other ranks that were run. What was changed in this one since is taken to be changed in them, with
     the same effect on their times."""
     known = {
-        each.program.rank: _captured(_Same(each), device) for each in step.ranks if each.program is not None
+        each.program.rank: _captured(Same(each), device) for each in step.ranks if each.program is not None
     }
     own = known.pop(timed.program.rank, timed)
     launches, times = (
@@ -155,20 +167,8 @@ def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
         yield Timed(each.program, [launches * s for s in each.launches_s], [times * s for s in each.times_s])
 
 
-class _Same(NamedTuple):
-    """A step as a key: only itself is equal to it, and comparing takes no time."""
-
-    step: Step
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.step is other.step
-
-    def __hash__(self) -> int:
-        return id(self.step)
-
-
 @lru_cache(_MOST_KNOWN)
-def _captured(same: _Same, device: PricedGpu) -> Timed:
+def _captured(same: Same, device: PricedGpu) -> Timed:
     """A rank's step on a GPU, its host as it is stated. Rules price a step dozens of times, and its other
     ranks do not change meanwhile."""
     step = same.step

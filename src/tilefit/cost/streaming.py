@@ -17,7 +17,7 @@ from tilefit.cost.memory import clocks_s, floor_s, moved_s
 from tilefit.cost.sums import SUMMED, summed_s
 from tilefit.cost.tables import DATA, toml
 from tilefit.gpus import Gpu
-from tilefit.ops import Op, Settings, StepOp, Streaming
+from tilefit.ops import Op, StepOp, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, size_bytes
 from tilefit.ops.streaming import ROLES
 
@@ -52,30 +52,7 @@ class Limits(NamedTuple):
 FUNCTIONS = tuple(BY_FUNCTION["measured"].split())
 _KERNELS = {name: int(number) for number, names in BY_FUNCTION["kernels"].items() for name in names.split()}
 _BY_ROLE = {role: Limits(**facts) for role, facts in BY_FUNCTION["roles"].items()}
-#: An access of these that is not coalesced on one side.
-_STRIDED_SHARE = 0.5
-#: Half-width of the 80 % interval of roles that have none of their own, as a factor minus one.
-_SPREAD = 0.4
-#: Of gradients of biases (:mod:`tilefit.cost.sums`): 82 % of the sizes drawn anew lie in it.
-_SUM_SPREAD = 0.25
-#: Power with which times add of which the longer counts.
-_MOST = 8.0
-
-#: What optimizers run on tensors that they have just written takes before its elements; those of one tensor
-#: that a block takes.
-_FRESH_S, _CHUNK_ELEMENTS = 1.3e-6, 65536
-#: Tensors of an optimizer that are in use at once, over those of one operation.
-_FRESH_FOOTPRINT = 1.5
-
-#: Of a softmax that reads its operands again: rows too long for a block's memory; blocks that a
-#: multiprocessor works on at once; and the share of the L2 cache that keeps their rows. On an H100 rows of
-#: 64 KB reached 2.7 TB/s, of 128 KB and more 1.5, as what is read again comes from memory; so 44 passes of
-#: such rows are 4 % off in the median, were 6 backward and 23 forward (``benchmarks/function_times.py``).
-_BLOCK_MEMORY_BYTES, _BLOCKS_PER_SM, _ROWS_L2_SHARE = 48 << 10, 2, 0.5
-
 _DTYPES = ("bf16", "fp16", "fp32")
-#: Kernels of an embedding's gradient whose indices are sorted.
-_SORTED_KERNELS = 21
 #: Numbers up to which a single kernel sorts them.
 TILE_SORTED = 3072
 #: Rows and elements that one block of a reduction takes, about.
@@ -103,10 +80,10 @@ def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:
         return estimate
     if op.function == SUMMED:
         floor = floor_s(op, gpu)
-        return estimate.within(max(summed_s(op, gpu), floor), _SUM_SPREAD, floor)
-    if op.function in BY_FUNCTION["fresh_clocks"]:
+        return estimate.within(max(summed_s(op, gpu), floor), BY_FUNCTION["spreads"][SUMMED], floor)
+    if op.function in BY_FUNCTION["fresh"]["clocks"]:
         return _of_fresh_tensors(op, estimate, gpu)
-    if op.function in BY_FUNCTION["read_again"]:
+    if op.function in BY_FUNCTION["long_rows"]["again"]:
         return _of_long_rows(op, estimate, gpu)
     math_s, power, before_s = _work(op, gpu)
     if not math_s:
@@ -131,17 +108,18 @@ def _work(op: Streaming, gpu: Gpu) -> tuple[float, float, float]:
     time_s = op.inner * known.get("step_clocks", 0.0) / gpu.boost_clock_hz
     if op.read_bytes != op.write_bytes or "upsample" not in op.function:
         time_s += clocks_s(op.elements, gpu) * known.get("element_clocks", (0.0, 0.0))[op.strided]
-    return time_s, known.get("power", _MOST), known.get("before_s", 0.0)
+    return time_s, known.get("power", 1.0), known.get("before_s", 0.0)
 
 
 def _of_fresh_tensors(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
     """The estimate of tensors that come from memory, or of such as fit into the L2 cache and are in it."""
-    if op.moved_bytes * _FRESH_FOOTPRINT > gpu.l2_bytes:
+    fresh = BY_FUNCTION["fresh"]
+    if op.moved_bytes * fresh["footprint"] > gpu.l2_bytes:
         return estimate
-    blocks = op.elements / _CHUNK_ELEMENTS
+    blocks = op.elements / fresh["chunk_elements"]
     rounds = max(min(1.0, blocks), blocks / gpu.sms)
-    chunk_s = _CHUNK_ELEMENTS * BY_FUNCTION["fresh_clocks"][op.function] / gpu.boost_clock_hz
-    time_s = max(op.kernels * _FRESH_S + rounds * chunk_s, floor_s(op, gpu))
+    chunk_s = fresh["chunk_elements"] * fresh["clocks"][op.function] / gpu.boost_clock_hz
+    time_s = max(op.kernels * fresh["kernel_s"] + rounds * chunk_s, floor_s(op, gpu))
     if time_s >= estimate.time_s:
         return estimate
     share = time_s / estimate.time_s
@@ -151,12 +129,12 @@ def _of_fresh_tensors(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
 def _of_long_rows(op: Streaming, estimate: Estimate, gpu: Gpu) -> Estimate:
     """The estimate of a softmax, or what its bytes take that are read again since the L2 cache, too, has not
     kept the rows that blocks work on."""
-    row_bytes = op.inner * size_bytes(op.dtype)
-    if row_bytes <= _BLOCK_MEMORY_BYTES:
+    long, row_bytes = BY_FUNCTION["long_rows"], op.inner * size_bytes(op.dtype)
+    if row_bytes <= long["block_memory_bytes"]:
         return estimate
     rows = op.elements / op.inner
-    fill = min(rows, _BLOCKS_PER_SM * gpu.sms) * row_bytes / (_ROWS_L2_SHARE * gpu.l2_bytes)
-    again = BY_FUNCTION["read_again"][op.function] * rows * row_bytes * (1 - 1 / (1 + fill**4))
+    fill = min(rows, long["blocks_per_sm"] * gpu.sms) * row_bytes / (long["l2_share"] * gpu.l2_bytes)
+    again = long["again"][op.function] * rows * row_bytes * (1 - 1 / (1 + fill**4))
     time_s = (op.moved_bytes + again) / (gpu.memory_bandwidth_bytes_per_s * MEMORY_SHARE)
     scale = max(1.0, time_s / estimate.time_s)
     return estimate.each(lambda each_s: each_s * scale)
@@ -187,24 +165,18 @@ def estimate_streaming(op: Streaming, gpu: Gpu, constants: Constants) -> Estimat
     """Predicted time of a streaming operation: bytes at the rate they reach, plus the kernels' fixed time."""
     limits = _limits().get((op.function, op.strided)) or _BY_ROLE[op.role]
     if op.strided and (op.function, True) not in _limits():
-        limits = limits._replace(share=limits.share * _STRIDED_SHARE)
+        limits = limits._replace(share=limits.share / 2)  # not coalesced on one side
     math_s = _math_s(op, gpu)
     longer_s = max(busy_s(op, gpu, constants, limits), math_s)
-    return from_datasheet(
-        op,
-        gpu,
-        longer_s + op.kernels * constants.kernel_s(gpu) * limits.kernels,
-        BY_FUNCTION["spreads"].get(op.role, _SPREAD),
-        math_s=math_s,
-        memory_s=moved_s(op.moved_bytes, gpu, constants),
-        busy_s=longer_s,
-        kernel_family="streaming",
-        reason=f"{op.role}: moves {op.moved_bytes} bytes" + (", strided" if op.strided else ""),
-    )
+    time_s = longer_s + op.kernels * constants.kernel_s(gpu) * limits.kernels
+    memory_s, spread = moved_s(op.moved_bytes, gpu, constants), BY_FUNCTION["spreads"][op.role]
+    parts = {"math_s": math_s, "memory_s": memory_s, "busy_s": longer_s}
+    reason = f"{op.role}: moves {op.moved_bytes} bytes" + (", strided" if op.strided else "")
+    return from_datasheet(op, gpu, time_s, spread, **parts, kernel_family="streaming", reason=reason)
 
 
 @launches(Streaming)
-def launch_streaming(op: Streaming, phase: str, gpu: Gpu, settings: Settings) -> tuple[int, float | None]:
+def launch_streaming(op: Streaming, phase: str, gpu: Gpu, compiled: bool) -> tuple[int, float | None]:
     """The compiler generates the kernels, and what launches them."""
     return op.kernels, COMPILED_KERNEL_S * op.kernels if op.function == GENERATED else None
 
@@ -222,7 +194,7 @@ def count_streaming(op: Streaming, gpu: Gpu, entry: StepOp) -> int:
     if op.function == "native_batch_norm_backward" and pixels == 1:
         return 2
     if op.function == "embedding_dense_backward":
-        return _SORTED_KERNELS if op.kernels > 2 else op.kernels
+        return 21 if op.kernels > 2 else op.kernels  # those of a sort
     return op.kernels - 1 + _KERNELS.get(op.function, 1)
 
 

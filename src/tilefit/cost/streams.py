@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilefit.cost.estimate import Span, Streams
 from tilefit.cost.launch import COLLECTIVE_S, FORWARD_S
@@ -32,6 +32,10 @@ from tilefit.options import MOST_LINKED
 
 #: Steps that are gone through before the one that is told: then each is as the one before.
 _BEFORE = 2
+
+
+#: Operations, by their index, with the times of the host and of the GPU.
+_Work = list[tuple[int, float, float]]
 
 
 class Timed(NamedTuple):
@@ -101,20 +105,20 @@ def _gone_through(ranks: Sequence[Timed], gpu: Gpu, scale: float) -> list[_Clock
     return clocks
 
 
-def _actions(program: Program, count: int) -> list[range | Ordered | HostEvent]:
+def _actions(program: Program, operations: _Work) -> list[_Work | Ordered | HostEvent]:
     """Operations in a row, what streams are asked for, and where host and GPU meet, in order."""
-    last = len(program.order)
+    last, count = len(program.order), len(operations)
     asked: list[tuple[int, int, Ordered | HostEvent]] = [
         *((min(each.index, count), 2 * place + 1, each) for place, each in enumerate(program.order)),
         *((min(e.index, count), 2 * (e.after if e.after >= 0 else last), e) for e in program.events),
     ]
-    actions: list[range | Ordered | HostEvent] = []
+    actions: list[_Work | Ordered | HostEvent] = []
     first = 0
     for index, _, each in sorted(asked, key=lambda placed: placed[:2]):
-        actions += [range(first, index)] * (index > first)
+        actions += [operations[first:index]] * (index > first)
         actions.append(each)
         first = max(first, index)
-    return [*actions, range(first, count)]
+    return [*actions, operations[first:]]
 
 
 @dataclass(eq=False)
@@ -174,9 +178,8 @@ class _Board:
     """Where ranks find each other: the n-th exchange of a group is the same for all that have as many."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
-        called = [Counter(each.group for each in program.exchanges) for program in programs]
-        groups = sorted(set[str]().union(*called))
-        self._ranks = {group: sum(group in own for own in called) for group in groups}
+        of_each = ({exchange.group for exchange in program.exchanges} for program in programs)
+        self._ranks = Counter(group for groups in of_each for group in groups)
         self._meetings: dict[tuple[str, int], _Meeting] = {}
         #: Exchanges for which a rank did not come.
         self.unmet = 0
@@ -215,6 +218,8 @@ class _Clocks:
         self.called: Counter[str] = Counter()
         self.stream = 0
         self.made = Streams()
+        #: What each stream does when is told of the last step, if there are several.
+        self.told = False
         #: The exchanges of the step: of each its stream, and when that would go on without it.
         self.exchanged: dict[int, tuple[_Meeting, int, _End]] = {}
         #: Actions so far.
@@ -222,25 +227,25 @@ class _Clocks:
 
     def steps(self) -> Iterator[str]:
         """Go through some steps, to the one that is told; gives way where another rank has to go on first."""
-        actions = _actions(self.program, len(self.times_s))
-        for _ in range(_BEFORE + 1):
+        # What goes through what the host asks for, and whether it could.
+        ways: Any = {list: self._work, HostEvent: self._meet, Ordered: self._ask}
+        operations = [*zip(range(len(self.times_s)), self.launches_s, self.times_s, strict=True)]
+        actions = [(ways[type(each)], each) for each in _actions(self.program, operations)]
+        for left in range(_BEFORE, -1, -1):
+            self.told = left == 0 and bool(self.program.order)
             while (now_s := self.ends[0].known_s) == inf:
                 yield "waits"
-            self._begin(now_s)
-            for action in actions:
-                while not self._take(action):
+            self.begin_s, self.stream = now_s, 0
+            self.earlier, self.events = self.events, {}
+            self.exchanged.clear()
+            self.made = Streams(exposed_s=[0.0] * len(self.taken_s), late_s=[0.0] * len(self.taken_s))
+            for way, action in actions:
+                while not way(action):
                     yield "waits"
                 self.taken += 1
         while inf in (now_s := self.ends[0].known_s, *(each.end_s for each, *_ in self.exchanged.values())):
             yield "waits"
         self._finish(now_s)
-
-    def _begin(self, now_s: float) -> None:
-        self.begin_s, self.stream = now_s, 0
-        self.earlier, self.events = self.events, {}
-        self.exchanged.clear()
-        count = len(self.program.exchanges)
-        self.made = Streams(exposed_s=[0.0] * count, late_s=[0.0] * count)
 
     def _finish(self, now_s: float) -> None:
         made = self.made
@@ -271,12 +276,7 @@ class _Clocks:
                 made[span.index] += max(0.0, min(end_s, span.end_s) - max(begin_s, span.start_s))
         return made
 
-    def _take(self, action: range | Ordered | HostEvent) -> bool:
-        """What the host asks for next; whether it could be gone through."""
-        if isinstance(action, range):
-            return self._work(action)
-        if isinstance(action, HostEvent):
-            return self._meet(action)
+    def _ask(self, action: Ordered) -> bool:
         if action.kind == AWAIT:
             return self._await(action)
         if action.kind == TO_STREAM:
@@ -287,28 +287,28 @@ class _Clocks:
             self._exchange(action)
         return True
 
-    def _work(self, operations: range) -> bool:
+    def _work(self, operations: _Work) -> bool:
         stream, now = self.stream, self.ends[self.stream]
         if (now_s := now.known_s) == inf:
             return False
-        host_s, begin_s, spans = self.host_s, self.begin_s, self.made.spans
-        for index in operations:
-            host_s += self.launches_s[index]
+        host_s, begin_s, spans, blocking = self.host_s, self.begin_s, self.made.spans, self.blocking
+        for index, launch_s, time_s in operations:
+            host_s += launch_s
             start_s = host_s if host_s > now_s else now_s
-            now_s = start_s + self.times_s[index]
-            if self.blocking:
+            now_s = start_s + time_s
+            if blocking:
                 host_s = now_s
-            spans.append(Span(stream, start_s - begin_s, now_s - begin_s, index))
+            if self.told:
+                spans.append(Span(stream, start_s - begin_s, now_s - begin_s, index))
         self.host_s, self.ends[stream] = host_s, _End(now_s, None, now.why)
-        self.made.aside += operations if stream else ()
+        self.made.aside += [index for index, *_ in operations] if stream else ()
         return True
 
     def _meet(self, event: HostEvent) -> bool:
         everything = event.kind == WAIT and event.name == "synchronize" and not event.event
-        waited = [self._event(event.event) if event.event else self.ends[self.stream]]
-        if everything:
-            waited = [*self.ends.values()]
-        if (until_s := max(each.known_s for each in waited)) == inf:
+        waited = self._event(event.event) if event.event else self.ends[self.stream]
+        until_s = max(each.known_s for each in self.ends.values()) if everything else waited.known_s
+        if until_s == inf:
             return False
         self.host_s += self.scale * FORWARD_S
         if event.event:
@@ -316,7 +316,7 @@ class _Clocks:
             return True
         if not everything:
             until_s = max(self.host_s, until_s) + copy_s(event, self.gpu)
-            self.ends[self.stream] = _End(until_s, why=waited[0].why)
+            self.ends[self.stream] = _End(until_s, why=waited.why)
         if event.blocks:
             self.host_s = max(self.host_s, until_s)
         return True

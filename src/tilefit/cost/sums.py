@@ -19,12 +19,10 @@ from tilefit.ops.dtypes import size_bytes
 
 #: ``Streaming.function`` of these sums.
 SUMMED = "convolution_backward"
-#: The kernel, and what blocks that share a channel add.
+#: The kernel, and what blocks that share a channel add; clocks of a multiprocessor for an element, in NCHW
+#: and in NHWC; of a thread for one after another, and for a part that another block left.
 _KERNEL_S, _SHARED_S = 2.5e-6, 1.5e-6
-#: Clocks of a multiprocessor for an element, in NCHW and in NHWC; of a thread for one after another, and for
-#: a part that another block left.
-_ELEMENT_CLOCKS = {False: 0.44, True: 0.19}
-_VALUE_CLOCKS, _PART_CLOCKS = 18.0, 740.0
+_ELEMENT_CLOCKS, _VALUE_CLOCKS, _PART_CLOCKS = (0.44, 0.19), 18.0, 740.0
 #: Threads of a block; elements of a channel that a thread has at least and at most; width of a warp.
 _THREADS, _LEAST, _MOST, _WARP = 512, 16, 256, 32
 #: Threads of a multiprocessor where they are not 2048 (CUDA C++ Programming Guide, compute capabilities).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
@@ -12,3 +13,8 @@ DATA = Path(__file__).parent / "data"
 def toml(name: str) -> dict[str, Any]:
     """The table ``data/NAME.toml``."""
     return tomllib.loads((DATA / f"{name}.toml").read_text("utf-8"))
+
+
+def facts(name: str) -> SimpleNamespace:
+    """The same, its values by their names."""
+    return SimpleNamespace(**toml(name))

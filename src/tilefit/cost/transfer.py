@@ -26,13 +26,14 @@ _SPREAD = 0.02
 def transferred(op: Op, theirs: Estimate, donor: Gpu, gpu: Gpu) -> Estimate:
     """The estimate of an operation on a GPU, from the donor's."""
     overlap = constants(gpu).overlap
-    before_s, after_s = (_memory_s(op, each) for each in (donor, gpu))
+    # A sort reads and writes its keys several times over.
+    passes = _SORT_PASSES if isinstance(op, Streaming) and op.role == "sort" else 1
+    before_s, after_s = (passes * moved_s(op.moved_bytes, each, constants(each)) for each in (donor, gpu))
     clocks = (each.sms * each.boost_clock_hz * clock_share(each) for each in (donor, gpu))
     units = next(clocks) / next(clocks)
     fixed_s = min(constants(donor).kernel_s(donor), theirs.time_s)
     busy_s = theirs.time_s - fixed_s
-    before_s = min(before_s, busy_s)
-    rest_s = units * (busy_s**overlap - before_s**overlap) ** (1 / overlap)
+    rest_s = units * (busy_s**overlap - min(before_s, busy_s) ** overlap) ** (1 / overlap)
     floor = floor_s(op, gpu)
     time_s = max(units * fixed_s + (rest_s**overlap + after_s**overlap) ** (1 / overlap), floor)
     scale = time_s / theirs.time_s
@@ -47,9 +48,3 @@ def transferred(op: Op, theirs: Estimate, donor: Gpu, gpu: Gpu) -> Estimate:
         memory_s=memory_s,
         provenance=TRANSFERRED,
     )
-
-
-def _memory_s(op: Op, gpu: Gpu) -> float:
-    # A sort reads and writes its keys several times over.
-    passes = _SORT_PASSES if isinstance(op, Streaming) and op.role == "sort" else 1
-    return passes * moved_s(op.moved_bytes, gpu, constants(gpu))

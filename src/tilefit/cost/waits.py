@@ -20,7 +20,7 @@ _PAGEABLE = 2.3 / 5.7
 
 def copy_s(event: HostEvent, gpu: Gpu) -> float:
     """Time of a copy between host and GPU; 0 where nothing is copied."""
-    return event.bytes / (host_bytes_per_s(gpu) * (1.0 if event.pinned else _PAGEABLE))
+    return event.bytes and event.bytes / (host_bytes_per_s(gpu) * (1.0 if event.pinned else _PAGEABLE))
 
 
 def _host(gpu: Gpu) -> dict[str, float]:

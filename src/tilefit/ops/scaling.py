@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
+from typing import Any
 
 from tilefit.errors import UsageError
 from tilefit.ops.base import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Growth, Op
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.entries import Parameter, StepOp, TensorRef
-from tilefit.ops.step import Step
+from tilefit.ops.step import Same, Step
 
 
 def scale_batch(step: Step, factor: float) -> Step:
@@ -26,29 +27,32 @@ def scale_batch(step: Step, factor: float) -> Step:
     """
     if factor <= 0:
         raise UsageError(f"a batch cannot be scaled by {factor}")
-    shapes = _shapes(step.parameters)
-    fixed: set[int] = set()
-    known: dict[tuple[Op, Growth], Op] = {}
+    parts, places = _growing(Same(step))
+    scaled = [op.on_batch(Growth(factor, *part)) for op, part in parts]
     # A step has many operations and few different shapes.
     larger = cache(lambda shape: _larger(shape, factor))
+    made: dict[int, TensorRef] = {}
 
-    def scaled_ref(ref: TensorRef) -> TensorRef:
-        if _stays(ref, fixed):
+    def on_batch(ref: TensorRef, stays: bool) -> TensorRef:
+        if stays:
             return ref
-        return TensorRef(ref.id, larger(ref.shape), ref.dtype, ref.parameter, ref.offset)
+        if (found := made.get(id(ref))) is None:
+            found = TensorRef(ref.id, larger(ref.shape), ref.dtype, ref.parameter, ref.offset)
+            made[id(ref)] = found
+        return found
 
-    ops = []
-    for entry in step.ops:
-        reads = _shares(entry.inputs, fixed)
-        fixed.update(ref.id for ref in entry.outputs if _is_fixed(entry, ref, shapes, fixed))
-        writes = _shares(entry.outputs, fixed)
-        weights = tuple(ref.shape[-2:] for ref in entry.inputs if ref.parameter and len(ref.shape) >= 2)
-        growth = Growth(factor, entry.phase, weights, reads, writes, _grows(entry, fixed))
-        scaled = known.get((entry.op, growth))
-        if scaled is None:
-            scaled = known[entry.op, growth] = entry.op.on_batch(growth)
-        inputs, outputs = (tuple(map(scaled_ref, refs)) for refs in (entry.inputs, entry.outputs))
-        ops.append(StepOp(scaled, entry.phase, entry.site, entry.name, inputs, outputs, entry.recomputed))
+    ops = [
+        StepOp(
+            scaled[part],
+            entry.phase,
+            entry.site,
+            entry.name,
+            tuple(map(on_batch, entry.inputs, stay)),
+            tuple(map(on_batch, entry.outputs, left)),
+            entry.recomputed,
+        )
+        for entry, (part, stay, left) in zip(step.ops, places, strict=True)
+    ]
     return replace(
         step,
         ops=tuple(ops),
@@ -57,6 +61,28 @@ def scale_batch(step: Step, factor: float) -> Step:
         memory=step.memory.on_batch(factor),
         program=step.program and step.program.on_batch(factor),
     )
+
+
+@lru_cache(maxsize=2)
+def _growing(
+    same: Same,
+) -> tuple[list[tuple[Op, Any]], list[tuple[int, tuple[bool, ...], tuple[bool, ...]]]]:
+    """What scales in a step, whatever the factor: different operations with all but the factor of their
+    :class:`Growth`; and of each of the step's which of these it is, and which operands and results stay."""
+    step = same.step
+    shapes = _shapes(step.parameters)
+    fixed: set[int] = set()
+    parts: dict[tuple[Op, Any], int] = {}
+    places = []
+    for entry in step.ops:
+        reads = _shares(entry.inputs, fixed)
+        fixed.update(ref.id for ref in entry.outputs if _is_fixed(entry, ref, shapes, fixed))
+        writes = _shares(entry.outputs, fixed)
+        weights = tuple(ref.shape[-2:] for ref in entry.inputs if ref.parameter and len(ref.shape) >= 2)
+        part = entry.op, (entry.phase, weights, reads, writes, _grows(entry, fixed))
+        stay, left = (tuple(_stays(ref, fixed) for ref in refs) for refs in (entry.inputs, entry.outputs))
+        places.append((parts.setdefault(part, len(parts)), stay, left))
+    return [*parts], places
 
 
 def tensors_that_stay(ops: Iterable[StepOp], parameters: Mapping[str, Parameter]) -> set[int]:

@@ -125,7 +125,9 @@ class Timeline:
         return replace(
             self,
             blocks={
-                number: replace(block, size_bytes=round(block.size_bytes * factor)) if block.grows else block
+                number: Block(round(block.size_bytes * factor), block.owner, block.module, True)
+                if block.grows
+                else block
                 for number, block in self.blocks.items()
             },
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tilefit.cost import StepEstimate, estimate_step
+from tilefit.cost import StepEstimate, estimate_step, step_s
 from tilefit.cost.collective import is_priced
 from tilefit.cost.estimate import EXPOSED
 from tilefit.cost.links import Fabric
@@ -58,7 +58,7 @@ def estimate_split(divided: SplitStep, gpu: Gpu) -> SplitEstimate:
     work, rest_s, repeats = whole, 0.0, 1.0
     if parts * len(stages) > 1:
         work = [estimate_step(_part(stage, optimizer=False), gpu) for stage in stages]
-        rest_s = max(estimate_step(_part(stage, optimizer=True), gpu).time_s for stage in stages)
+        rest_s = max(step_s(_part(stage, optimizer=True), gpu) for stage in stages)
         rest_s += max(each.bound_time_s.get(EXPOSED, 0.0) for each in whole)
     slowest = max(range(len(stages)), key=lambda index: work[index].time_s)
     once = work[slowest]

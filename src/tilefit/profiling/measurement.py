@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from tilefit.assessment import Assessment
-from tilefit.cost import MEMORY, Estimate, StepEstimate, estimate_step
+from tilefit.cost import MEMORY, Estimate, StepEstimate, estimate_step, step_s
 from tilefit.cost.measured import MeasuredRun, MeasuredTime
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import TilefitError
@@ -240,7 +240,7 @@ def _fit_launches(run: MeasuredRun, step: Step, gpu: PricedGpu, wall_s: float) -
 
     def time_s(scale: float) -> float:
         run.launch_scale = scale
-        return estimate_step(step, gpu).time_s
+        return step_s(step, gpu)
 
     low, high = _LAUNCH_SCALES
     if time_s(low) >= wall_s:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 
-from tilefit.cost import Estimate, StepEstimate, estimate_step
+from tilefit.cost import Estimate, StepEstimate, estimate_step, step_s
 from tilefit.cost.footprint import footprint, usable_bytes
 from tilefit.cost.waits import own_work_s
 from tilefit.gpus import Gpu
@@ -104,7 +104,7 @@ def _around(step: Step, gpu: Gpu, estimate: StepEstimate) -> Around:
         return around
     serving = Serving(estimate.time_s, step.batch, tokens_of(step))
     if step.prompt is not None and serving.tokens == 1 < tokens_of(step.prompt):
-        prompt_s = estimate_step(step.prompt, gpu).time_s
+        prompt_s = step_s(step.prompt, gpu)
         serving = replace(serving, prompt_tokens=tokens_of(step.prompt), prompt_s=prompt_s)
     return replace(around, serving=serving)
 

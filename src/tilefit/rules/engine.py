@@ -10,7 +10,7 @@ from itertools import combinations as choices
 from math import hypot, inf
 from typing import Unpack
 
-from tilefit.cost import Estimate, StepEstimate, estimate_step
+from tilefit.cost import Estimate, StepEstimate, estimate_step, step_s
 from tilefit.cost.estimate import EXPOSED, LAUNCH, WAITS
 from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
@@ -125,9 +125,9 @@ def together_s(context: Context, found: Iterable[Found]) -> float:
     rewrite = next((change.rewrite for change in changes if change.rewrite), None)
     if rewrite is not None:
         step = rewrite(step)
-    times_s = [context.estimate.time_s if step is context.step else estimate_step(step, context.gpu).time_s]
+    times_s = [context.estimate.time_s if step is context.step else step_s(step, context.gpu)]
     alone = [change.step for change in changes if change.step is not None and change.rewrite is None]
-    return min(times_s + [estimate_step(each, context.gpu).time_s for each in alone])
+    return min(times_s + [step_s(each, context.gpu) for each in alone])
 
 
 def combinations(context: Context, found: Sequence[Found]) -> list[tuple[tuple[int, ...], float]]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from builders import StepBuilder
-from tilefit.cost import LAUNCH, estimate_step
+from tilefit.cost import estimate_step
+from tilefit.cost.estimate import LAUNCH
 from tilefit.cost.launch import FORWARD_S, PROGRAM_HOST
 from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu

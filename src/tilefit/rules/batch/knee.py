@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.cost import curve, estimate_step
+from tilefit.cost import curve, step_s
 from tilefit.ops import FORWARD, Gemm, Step
 from tilefit.ops.scaling import scale_batch
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
@@ -58,7 +58,7 @@ class BatchBelowKnee(Rule):
         factor = 2
         while factor <= _LARGEST_FACTOR and factor * step.batch <= most:
             scaled[factor] = scale_batch(step, factor)
-            rates[factor] = factor * step.batch / estimate_step(scaled[factor], context.gpu).time_s
+            rates[factor] = factor * step.batch / step_s(scaled[factor], context.gpu)
             # Past the knee nothing more is to be learnt.
             if rates[factor] < 1.02 * rates[factor // 2]:
                 break
