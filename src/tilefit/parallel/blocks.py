@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, prod
 
-from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, around_s, launch
+from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, around_s, begin_s, launch
 from tilefit.cost.links import Fabric
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
@@ -46,6 +46,7 @@ class Block:
 
     Attributes:
         forward_s, backward_s: Its computation, or the host's launches where they take longer.
+        forward_wait_s, backward_wait_s: Of these, what the launches take longer.
         forward_host_s, backward_host_s: The host's launches.
         forward_link_s, backward_link_s: Communication that its computation waits for.
         weights_s: Of the backward pass, the gradients of weights, which a pipeline may put off.
@@ -68,6 +69,8 @@ class Block:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
+    forward_wait_s: float = 0.0
+    backward_wait_s: float = 0.0
     forward_host_s: float = 0.0
     backward_host_s: float = 0.0
     forward_link_s: float = 0.0
@@ -94,6 +97,20 @@ class Block:
         """Time of its forward and backward pass."""
         forward_s = self.forward_s + self.forward_link_s
         return forward_s, self.backward_s + self.recompute_s + self.backward_link_s
+
+    def without_host(self) -> Block:
+        """If launches took no time."""
+        backward_s = self.backward_s - self.backward_wait_s
+        return replace(
+            self,
+            forward_s=self.forward_s - self.forward_wait_s,
+            backward_s=backward_s,
+            weights_s=self.weights_s * (backward_s / self.backward_s if self.backward_s else 0.0),
+            forward_wait_s=0.0,
+            backward_wait_s=0.0,
+            forward_host_s=0.0,
+            backward_host_s=0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +165,18 @@ class Framework:
     def paced(self, block: Block, layer_host_s: float) -> Block:
         """A block at the clocks of a training, and no faster than the host launches it."""
         # The host is ahead of the communication too.
-        forward_s = max(block.forward_host_s, layer_host_s / 3) - block.forward_link_s
-        backward_s = max(block.backward_host_s, layer_host_s * 2 / 3) - block.backward_link_s
-        backward_s = max(block.backward_s * self.slowdown, backward_s)
+        forward_s, backward_s = block.forward_s * self.slowdown, block.backward_s * self.slowdown
+        host_s = max(block.forward_host_s, layer_host_s / 3) - block.forward_link_s
+        forward_wait_s = max(0.0, host_s - forward_s)
+        host_s = max(block.backward_host_s, layer_host_s * 2 / 3) - block.backward_link_s
+        backward_wait_s = max(0.0, host_s - backward_s)
+        backward_s += backward_wait_s
         return replace(
             block,
-            forward_s=max(block.forward_s * self.slowdown, forward_s),
+            forward_s=forward_s + forward_wait_s,
             backward_s=backward_s,
+            forward_wait_s=forward_wait_s,
+            backward_wait_s=backward_wait_s,
             weights_s=backward_s * block.weights_s / block.backward_s if block.backward_s else 0.0,
             products_s=block.products_s * self.slowdown,
         )
@@ -168,6 +190,7 @@ class Blocks:
         before, after: What is no layer: embeddings; the last norm, the head and the loss.
         layers: The layers.
         optimizer_s: Updating one element.
+        optimizer_host_s: The host's launches for updating one tensor.
         buffer_bytes: Tensors that are held and not trained.
         tied: Parameters of what runs before the layers that what runs after them reads, too.
     """
@@ -176,9 +199,17 @@ class Blocks:
     layers: tuple[Block, ...]
     after: Block
     optimizer_s: float = 0.0
+    optimizer_host_s: float = 0.0
     buffer_bytes: int = 0
     tied: int = 0
     _bounds: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def without_host(self) -> Blocks:
+        """If launches took no time."""
+        made = {id(each): each.without_host() for each in (self.before, *self.layers, self.after)}
+        layers = tuple(made[id(each)] for each in self.layers)
+        ends = made[id(self.before)], made[id(self.after)]
+        return replace(self, before=ends[0], layers=layers, after=ends[1], optimizer_host_s=0.0)
 
     def bounds(self, parts: int) -> tuple[int, ...]:
         """Where each of so many parts of the layers begins, and where the last ends.
@@ -340,13 +371,17 @@ class Model:
         width = max((self._crossing(step, index) for index in range(self.captured)), default=0)
         width //= tensor if framework.sequence else 1
         layers = [replace(layer, input_bytes=width) for layer in layers]
-        update_s = sum(times[i][0] for i, entry in enumerate(entries) if entry.phase == OPTIMIZER)
+        updates = [times[i] for i, entry in enumerate(entries) if entry.phase == OPTIMIZER]
+        update_s, update_host_s = (
+            (sum(each) for each in zip(*updates, strict=True)) if updates else (0.0, 0.0)
+        )
         held = sum(prod(p.shape) for p in step.parameters.values() if p.trainable)
         return Blocks(
             first,
             tuple(layers[index % self.captured] for index in range(self.layers)),
             replace(last, input_bytes=width),
             update_s / held if held else 0.0,
+            update_host_s / max(1, sum(p.trainable for p in step.parameters.values())),
             step.memory.buffer_bytes,
             sum(sizes[name] for name in self._names[0] if self.captured + 1 in self._readers[name]),
         )
@@ -457,7 +492,11 @@ def _times(
     scale = gpu.launch_scale * framework.host
     known = dict(zip(unique, (each.time_s for each in estimate_all(unique, gpu)), strict=True))
     made = []
+    begun = set[str]()
     for entry, around in zip(entries, around_s(step), strict=True):
+        part = entry.phase.partition("-")[0]
+        around += 0.0 if part in begun else begin_s(part, step)
+        begun.add(part)
         more_s = framework.tensor_host_s if isinstance(entry.op, Gemm | Collective) else 0.0
         if isinstance(entry.op, Collective):
             messages = _messages_s(entry.op, fabric, framework.sequence)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from tilefit.cost.launch import fsdp_s
 from tilefit.cost.links import TAKEN, Fabric, Group
@@ -65,6 +65,8 @@ class StepTime:
         data_s: Communication between replicas and stages that nothing hides.
         bubble_s: Waiting for the pipeline to fill and to drain.
         optimizer_s: Of the optimizer.
+        launch_s: By how much the host's launches, and what it does for messages, make it longer; nothing of
+            it is in the other parts.
         host_s: Copies to and from the host that nothing hides.
     """
 
@@ -75,6 +77,7 @@ class StepTime:
     data_s: float
     bubble_s: float
     optimizer_s: float
+    launch_s: float = 0.0
     host_s: float = 0.0
 
     @property
@@ -455,18 +458,20 @@ class Training:
         if self.split.zero in (1, 2) and self._reduces:
             total = self._sum_of(self.stages[stage])
             pieces = self.split.replicas * total.tensors
-            time_s = self._exchanged_s(ALL_GATHER, total, self.precision.work)
+            time_s = self._exchanged_s(ALL_GATHER, total, self.precision.weight)
             time_s += pieces * self.framework.gather_host_s
             yield Task(("gathered", stage), (stage, "link"), time_s, (optimizer,))
 
     def _optimizer_s(self, stage: int) -> float:
         precision = self.precision
-        own = self._held(self._sum_of(self.stages[stage]), self.split.zero > 0)
+        whole = self._sum_of(self.stages[stage])
+        own = self._held(whole, self.split.zero > 0)
+        tensors = whole.tensors / (self.split.replicas if self.split.zero in (1, 2) else 1)
         # It was captured with its state in the weight's type, and takes as long as what it reads and writes.
         captured = (2 + 4 * bool(precision.optimizer) + 1) * precision.weight
         updated = precision.weight * (not (self.split.zero == 3 and precision.master))
         moved = 2 * precision.optimizer + precision.gradient + 2 * updated
-        return own * self.blocks.optimizer_s * moved / captured
+        return max(own * self.blocks.optimizer_s * moved / captured, tensors * self.blocks.optimizer_host_s)
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -532,6 +537,15 @@ class Training:
 
     def time(self) -> StepTime:
         """The step's time, and what it consists of."""
+        made, time_s = self._without_host()._time(), self.step_s()
+        return replace(made, time_s=time_s, launch_s=_left(time_s, made.time_s))
+
+    def _without_host(self) -> Self:
+        """If launches took no time; its layers are shared as they are."""
+        framework = replace(self.framework, host=0.0, bounds=lambda parts: self.bounds)
+        return replace(self, blocks=self.blocks.without_host(), framework=framework)
+
+    def _time(self) -> StepTime:
         parts = self.split.parts
         time_s, silent_s = self.step_s(), self.step_s(silent=True)
         stages = [[self._times(block) for block in stage] for stage in self.stages]
