@@ -486,7 +486,7 @@ def of_messages_bytes(training: Training, stage: int) -> float:
     if split.tensor == 1:
         return 0.0
     width = layer.input_bytes * split.tensor
-    forward_s, backward_s = layer.without_host().pass_s
+    forward_s, backward_s = layer.gpu_s
     host_s = training.framework.layer_host_s / 3
     most = 0.0
     for launched in range(2 * layers + 1):

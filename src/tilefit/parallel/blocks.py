@@ -45,9 +45,8 @@ class Block:
     """What one rank does of a layer for one micro-batch.
 
     Attributes:
-        forward_s, backward_s: Its computation, or the host's launches where they take longer.
-        forward_wait_s, backward_wait_s: Of these, what the launches take longer.
-        forward_host_s, backward_host_s: The host's launches.
+        forward_s, backward_s: Its computation.
+        forward_host_s, backward_host_s: The host's launches, of its communication too.
         forward_link_s, backward_link_s: Communication that its computation waits for.
         weights_s: Of the backward pass, the gradients of weights, which a pipeline may put off.
         recompute_s: What a split computes again in the backward pass.
@@ -69,8 +68,6 @@ class Block:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    forward_wait_s: float = 0.0
-    backward_wait_s: float = 0.0
     forward_host_s: float = 0.0
     backward_host_s: float = 0.0
     forward_link_s: float = 0.0
@@ -93,24 +90,20 @@ class Block:
     input_bytes: int = 0
 
     @property
-    def pass_s(self) -> tuple[float, float]:
-        """Time of its forward and backward pass."""
+    def gpu_s(self) -> tuple[float, float]:
+        """Time of its forward and backward pass on a GPU."""
         forward_s = self.forward_s + self.forward_link_s
         return forward_s, self.backward_s + self.recompute_s + self.backward_link_s
 
+    @property
+    def pass_s(self) -> tuple[float, float]:
+        """The same, or the host's launches where they take longer."""
+        forward_s, backward_s = self.gpu_s
+        return max(forward_s, self.forward_host_s), max(backward_s, self.backward_host_s)
+
     def without_host(self) -> Block:
         """If launches took no time."""
-        backward_s = self.backward_s - self.backward_wait_s
-        return replace(
-            self,
-            forward_s=self.forward_s - self.forward_wait_s,
-            backward_s=backward_s,
-            weights_s=self.weights_s * (backward_s / self.backward_s if self.backward_s else 0.0),
-            forward_wait_s=0.0,
-            backward_wait_s=0.0,
-            forward_host_s=0.0,
-            backward_host_s=0.0,
-        )
+        return replace(self, forward_host_s=0.0, backward_host_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +114,7 @@ class Framework:
         sequence: What tensor-parallel ranks would all do is split by the sequence (Korthikanti and others,
             "Reducing Activation Recomputation in Large Transformer Models", 2022).
         slowdown: Times of kernels over those of a benchmark.
-        host: Times of the host over those of the one that the GPU's calibration knows.
+        host: Times of the host over those of the one that the GPU's calibration knows; 0: it takes none.
         layer_host_s: Least time that the host takes for a layer's two passes over a micro-batch.
         bucket_bytes: Gradients that are summed up in one message where they are not sharded layer by layer;
             the default is that of DistributedDataParallel.
@@ -163,22 +156,15 @@ class Framework:
     bounds: Callable[[int], tuple[int, ...]] | None = None
 
     def paced(self, block: Block, layer_host_s: float) -> Block:
-        """A block at the clocks of a training, and no faster than the host launches it."""
-        # The host is ahead of the communication too.
-        forward_s, backward_s = block.forward_s * self.slowdown, block.backward_s * self.slowdown
-        host_s = max(block.forward_host_s, layer_host_s / 3) - block.forward_link_s
-        forward_wait_s = max(0.0, host_s - forward_s)
-        host_s = max(block.backward_host_s, layer_host_s * 2 / 3) - block.backward_link_s
-        backward_wait_s = max(0.0, host_s - backward_s)
-        backward_s += backward_wait_s
+        """A block at the clocks of a training, which the host launches no faster than it can."""
         return replace(
             block,
-            forward_s=forward_s + forward_wait_s,
-            backward_s=backward_s,
-            forward_wait_s=forward_wait_s,
-            backward_wait_s=backward_wait_s,
-            weights_s=backward_s * block.weights_s / block.backward_s if block.backward_s else 0.0,
+            forward_s=block.forward_s * self.slowdown,
+            backward_s=block.backward_s * self.slowdown,
+            weights_s=block.weights_s * self.slowdown,
             products_s=block.products_s * self.slowdown,
+            forward_host_s=max(block.forward_host_s, layer_host_s / 3),
+            backward_host_s=max(block.backward_host_s, layer_host_s * 2 / 3),
         )
 
 
@@ -204,13 +190,6 @@ class Blocks:
     tied: int = 0
     _bounds: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def without_host(self) -> Blocks:
-        """If launches took no time."""
-        made = {id(each): each.without_host() for each in (self.before, *self.layers, self.after)}
-        layers = tuple(made[id(each)] for each in self.layers)
-        ends = made[id(self.before)], made[id(self.after)]
-        return replace(self, before=ends[0], layers=layers, after=ends[1], optimizer_host_s=0.0)
-
     def bounds(self, parts: int) -> tuple[int, ...]:
         """Where each of so many parts of the layers begins, and where the last ends.
 
@@ -225,8 +204,8 @@ class Blocks:
         return self._bounds[parts]
 
     def _cut(self, parts: int) -> tuple[int, ...]:
-        costs = [block.forward_s + block.backward_s for block in self.layers]
-        before_s, after_s = (block.forward_s + block.backward_s for block in (self.before, self.after))
+        costs = [sum(block.pass_s) for block in self.layers]
+        before_s, after_s = sum(self.before.pass_s), sum(self.after.pass_s)
         low_s, high_s = 0.0, 1.01 * (before_s + sum(costs) + after_s)
         best = cut(costs, before_s, after_s, parts, high_s)
         if best is None or len(costs) < parts:

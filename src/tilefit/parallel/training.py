@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from tilefit.cost.launch import fsdp_s
 from tilefit.cost.links import TAKEN, Fabric, Group
@@ -202,6 +202,7 @@ class Training:
         return self._known[id(block)]
 
     def _timed(self, block: Block) -> Block:
+        block = block if self.framework.host else block.without_host()
         forward_link_s, backward_link_s = block.forward_link_s, block.backward_link_s
         if self.split.context > 1 and block.input_bytes:
             # Keys and values of the other ranks, gathered and their gradients scattered.
@@ -214,15 +215,13 @@ class Training:
             full = self.split.checkpoint == "full"
             again_s = max(0.0, block.forward_s - (0.0 if full else block.products_s))
             backward_link_s += forward_link_s if full else 0.0
-        backward_s, backward_host_s = block.backward_s + self._accumulated_s(block), block.backward_host_s
-        if again_s:
-            backward_host_s += block.forward_host_s + CHECKPOINT_S * self._host_scale
+        again_host_s = block.forward_host_s + CHECKPOINT_S * self._host_scale
         return replace(
             block,
-            backward_s=backward_s,
+            backward_s=block.backward_s + self._accumulated_s(block),
             weights_s=block.weights_s + self._accumulated_s(block),
-            backward_host_s=backward_host_s,
-            recompute_s=max(again_s, backward_host_s - backward_s - backward_link_s) if again_s else 0.0,
+            backward_host_s=block.backward_host_s + again_host_s * (again_s > 0),
+            recompute_s=again_s,
             forward_link_s=forward_link_s,
             backward_link_s=backward_link_s,
             gathered_s=self._exchanged_s(ALL_GATHER, block, self.precision.work),
@@ -419,26 +418,25 @@ class Training:
             after = ()
         yield from ready
 
-    def _pass_s(self, block: Block, kind: str) -> float:
-        """A pass over a block."""
-        forward_s, backward_s = block.pass_s
-        weights_s = block.weights_s * self._is_apart
-        return {"F": forward_s, "B": backward_s - weights_s, "W": weights_s}[kind]
+    def _pass_s(self, block: Block, kind: str, copies_s: float = 0.0, more_host_s: float = 0.0) -> float:
+        """A pass over a block, with what copies for messages take, or what the host then needs."""
+        (forward_s, backward_s), forward_host_s = block.gpu_s, block.forward_host_s
+        weights = block.weights_s / backward_s if backward_s and self._is_apart else 0.0
+        share = {"F": 1.0, "B": 1 - weights, "W": weights}[kind]
+        gpu_s, host_s = (forward_s, forward_host_s) if kind == "F" else (backward_s, block.backward_host_s)
+        return max(gpu_s * share + copies_s, host_s * share + more_host_s)
 
     def _with_messages_s(self, block: Block, kind: str, gathers: bool, scatters: bool) -> float:
-        """A pass over a block with its copies from and into messages, or the host's work for it."""
-        pass_s, precision = self._pass_s(block, kind), self.precision
-        host_s = block.forward_host_s
-        if kind != "F":
-            host_s = block.backward_host_s * (pass_s / block.pass_s[1] if pass_s else 0.0)
-        copied = 0.0
+        """A pass over a block with its copies from and into messages."""
+        precision, copied, host_s = self.precision, 0.0, 0.0
         if self.split.zero == 3:
             copied = 2 * precision.work * gathers + (precision.work + precision.gradient) * scatters
-            host_s += (gathers + scatters) * fsdp_s(block.tensors) * self._host_scale * bool(block.tensors)
+            host_s = (gathers + scatters) * fsdp_s(block.tensors) * bool(block.tensors)
         elif self._is_ddp and scatters:
             copied = 2 * self.framework.bucket_copies * precision.gradient
-            host_s += block.tensors * DDP_HOST_S * self._host_scale
-        return max(pass_s + self._copied_s(block.parameters, copied), host_s)
+            host_s = block.tensors * DDP_HOST_S
+        copies_s = self._copied_s(block.parameters, copied)
+        return self._pass_s(block, kind, copies_s, host_s * self._host_scale)
 
     @property
     def _is_ddp(self) -> bool:
@@ -467,11 +465,12 @@ class Training:
         whole = self._sum_of(self.stages[stage])
         own = self._held(whole, self.split.zero > 0)
         tensors = whole.tensors / (self.split.replicas if self.split.zero in (1, 2) else 1)
+        host_s = tensors * self.blocks.optimizer_host_s * bool(self.framework.host)
         # It was captured with its state in the weight's type, and takes as long as what it reads and writes.
         captured = (2 + 4 * bool(precision.optimizer) + 1) * precision.weight
         updated = precision.weight * (not (self.split.zero == 3 and precision.master))
         moved = 2 * precision.optimizer + precision.gradient + 2 * updated
-        return max(own * self.blocks.optimizer_s * moved / captured, tensors * self.blocks.optimizer_host_s)
+        return max(own * self.blocks.optimizer_s * moved / captured, host_s)
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -537,13 +536,10 @@ class Training:
 
     def time(self) -> StepTime:
         """The step's time, and what it consists of."""
-        made, time_s = self._without_host()._time(), self.step_s()
+        # Its layers are shared as they are.
+        alone = replace(self.framework, host=0.0, bounds=lambda parts: self.bounds)
+        made, time_s = replace(self, framework=alone)._time(), self.step_s()
         return replace(made, time_s=time_s, launch_s=_left(time_s, made.time_s))
-
-    def _without_host(self) -> Self:
-        """If launches took no time; its layers are shared as they are."""
-        framework = replace(self.framework, host=0.0, bounds=lambda parts: self.bounds)
-        return replace(self, blocks=self.blocks.without_host(), framework=framework)
 
     def _time(self) -> StepTime:
         parts = self.split.parts
