@@ -434,7 +434,7 @@ class Compared:
     """A row with its prediction.
 
     ``stated_bytes`` is what the rank holds whose memory the row states, ``needed_bytes`` the fullest rank,
-    ``fits`` whether that is there and its framework can run the split.
+    ``fits`` whether that is there, ``starts`` whether its framework can run the split.
     """
 
     source: str
@@ -444,6 +444,10 @@ class Compared:
     needed_bytes: float
     fits: bool
     starts: bool = True
+
+    @property
+    def runs(self) -> bool:
+        return self.fits and self.starts
 
     @property
     def measured_s(self) -> float:
@@ -514,7 +518,7 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
                     for stage in range(split.pipeline)
                 ]
                 starts = not theirs or all(nanotron_stages(NANOTRON[row["model"]], split.pipeline))
-                fits = max(held) <= plan.usable_bytes and starts
+                fits = max(held) <= plan.usable_bytes
                 # nanotron states what its first rank reserves.
                 made.append(Compared(source, row, plan.priced(split), held[0], max(held), fits, starts))
     return made
@@ -596,14 +600,14 @@ def memory(chosen: Iterable[Compared], every: Iterable[Compared]) -> dict[str, A
     failed = [each for each in chosen if each.row["status"] not in ("", "ok")]
     ran = [each for each in every if each.row["status"] == "ok"]
     else_failed = {id(each) for each in failed if any(needs_no_less(other, each) for other in ran)}
-    told = [(each.fits, each.row["status"] == "ok") for each in chosen if each.row["status"]]
+    told = [(each.runs, each.row["status"] == "ok") for each in chosen if each.row["status"]]
     splits: dict[tuple[str, TrainingSplit], list[Compared]] = defaultdict(list)
     for each in chosen:
         if each.row["status"]:
             splits[each.row["model"], each.found.split].append(each)
-    once = [own[0].fits == any(each.row["status"] == "ok" for each in own) for own in splits.values()]
+    once = [own[0].runs == any(each.row["status"] == "ok" for each in own) for own in splits.values()]
     of_memory = [
-        each.fits == (each.row["status"] == "ok")
+        each.runs == (each.row["status"] == "ok")
         for each in chosen
         if each.row["status"] and id(each) not in else_failed
     ]
@@ -617,6 +621,11 @@ def memory(chosen: Iterable[Compared], every: Iterable[Compared]) -> dict[str, A
         made = {
             "rows": len(told),
             "right": round(sum(fits == ran for fits, ran in told) / len(told), 3),
+            "right, by memory alone": round(
+                sum(each.fits == (each.row["status"] == "ok") for each in chosen if each.row["status"])
+                / len(told),
+                3,
+            ),
             "right, each split once, which ran if one run of it did": round(sum(once) / len(once), 3),
             "splits of which one run ran and another did not": len(
                 [own for own in splits.values() if len({each.row["status"] for each in own}) > 1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, prod
 
-from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, around_s, begin_s, launch
+from tilefit.cost.launch import COLLECTIVE_S, DTENSOR_S, around_s, launch
 from tilefit.cost.links import Fabric
 from tilefit.cost.model import estimate_all
 from tilefit.cost.priced import priced
@@ -471,11 +471,7 @@ def _times(
     scale = gpu.launch_scale * framework.host
     known = dict(zip(unique, (each.time_s for each in estimate_all(unique, gpu)), strict=True))
     made = []
-    begun = set[str]()
     for entry, around in zip(entries, around_s(step), strict=True):
-        part = entry.phase.partition("-")[0]
-        around += 0.0 if part in begun else begin_s(part, step)
-        begun.add(part)
         more_s = framework.tensor_host_s if isinstance(entry.op, Gemm | Collective) else 0.0
         if isinstance(entry.op, Collective):
             messages = _messages_s(entry.op, fabric, framework.sequence)
