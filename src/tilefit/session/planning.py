@@ -44,6 +44,8 @@ _ROOMS = ("capture", "cost", "gpus", "ops", "parallel")
 _PREDICTED = "Predicted, not measured; docs/plan.md tells how far off such predictions were."
 #: Samples of a step of models.
 _BATCH = 1024
+#: Optimizers of models that update in one kernel, as those of torchtitan, Megatron-LM and DeepSpeed do.
+_FUSED = ("adamw", "adam", "sgd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ class PlanSession:
             step = capture_in_child(self.target, self.options, self.timeout_s, gpu=gpu, told=self.tell)
             return Model(_of_one_gpu(step), self.layers), (*step.notes, *_assumed(step))
         options = self.options
+        if options.optimizer in _FUSED:
+            options = replace(options, fused_optimizer=True)
         if not options.autocast:
             options = replace(options, weights="bf16")
         name, layers = "", 0
