@@ -8,7 +8,6 @@ from typing import Any
 
 from tilefit.parallel.choices import TrainingSplit
 from tilefit.parallel.schedule import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
-from tilefit.units import counted
 
 #: How many layers each part of a pipeline has, in the order in which they run.
 Layers = Sequence[int]
@@ -72,9 +71,7 @@ def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) 
         group = f"process_group={data}.get_group(), gradient_as_bucket_view=True"
         lines.append(f"model = DistributedDataParallel(model, {group})")
     lines.append("optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # or your own")
-    lines.append(
-        f"# {counted(split.parts, 'micro-batch')} a step, of {counted(split.samples, 'sample')} each"
-    )
+    lines.append(f"# micro-batches of a step: {split.parts}; samples of each: {split.samples}")
     if split.parts > 1 and split.data > 1 and split.zero < 3:  # FSDP would hold whole gradients
         lines.append("# all but the last under model.no_sync()")
     return "\n".join(lines)
@@ -160,8 +157,8 @@ def _accelerate(split: TrainingSplit, layers: Layers, per_machine: int, tokens: 
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             f"  fsdp_activation_checkpointing: {str(split.checkpoint != 'none').lower()}",
         ]
-    each = counted(split.samples, "sample")
-    lines.append(f"# Accelerator(gradient_accumulation_steps={split.parts}), {each} each")
+    parts, samples = split.parts, split.samples
+    lines.append(f"# Accelerator(gradient_accumulation_steps={parts}); samples of each: {samples}")
     return "\n".join(lines)
 
 
