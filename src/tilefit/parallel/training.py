@@ -465,7 +465,10 @@ class Training:
         whole = self._sum_of(self.stages[stage])
         own = self._held(whole, self.split.zero > 0)
         tensors = whole.tensors / (self.split.replicas if self.split.zero in (1, 2) else 1)
-        host_s = tensors * self.blocks.optimizer_host_s * bool(self.framework.host)
+        # The host is ahead of passes that the GPU limits.
+        passes = [self._times(block) for block in self.stages[stage]]
+        waits_s = sum(each.forward_host_s + each.backward_host_s - sum(each.gpu_s) for each in passes)
+        host_s = tensors * self.blocks.optimizer_host_s * (waits_s > 0)
         # It was captured with its state in the weight's type, and takes as long as what it reads and writes.
         captured = (2 + 4 * bool(precision.optimizer) + 1) * precision.weight
         updated = precision.weight * (not (self.split.zero == 3 and precision.master))
