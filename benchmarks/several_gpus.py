@@ -59,6 +59,9 @@ RESULTS = Path(__file__).parent / "results" / "several_gpus.json"
 PREDICTED = RESULTS.with_name("several_gpus_predicted.json")
 #: Hosts that predictions are written for, by how long they take to launch; between them lines are drawn.
 SCALES = (0.5, 0.65, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5)
+#: Of the thread that goes forward and of the one that goes backward, on Hopper: two blocks of 32 MiB, as a
+#: snapshot of the allocator shows them.
+WORKSPACES_BYTES = 2 * 32 * 2**20
 #: A host that takes nearly no time, so that the GPU's is left.
 NO_HOST = 1e-3
 WARM, TIMED, SYNCED, PROFILED = 3, 10, 4, 2
@@ -1026,10 +1029,19 @@ def predicted(case: Case, gpu: str, scale: float) -> Priced:
 
 
 def ranks_bytes(case: Case, gpu: str) -> list[float]:
-    """What the allocator of each rank holds at most."""
+    """What the allocator of each rank holds at most: what is planned, cuBLAS's workspaces, and the inputs of
+    layers alone, which a step of these programs has before it begins; of a pipeline all micro-batches', too,
+    and, on the last stage, what comes of those, which its schedule returns."""
     training = planner(case, gpu, 1.0).training(split_of(case))
-    stages = [training.stage_memory(stage).total - CONTEXT_BYTES for stage in range(training.split.pipeline)]
-    return stages if len(stages) > 1 else stages * case.gpus
+    stages = range(training.split.pipeline)
+    held = [training.stage_memory(stage).total - CONTEXT_BYTES + WORKSPACES_BYTES for stage in stages]
+    if case.layers:
+        width = 2 * case.samples * case.seq * LLAMA[case.model][2] / (2 if case.sequence else 1)
+        returned = case.parts if len(held) > 1 else 0
+        held = [each + width * (1 + returned) for each in held]
+        last = 0 if case.schedule == "ZBV" else -1
+        held[last] += width * max(0, returned - 1)
+    return held if len(held) > 1 else held * case.gpus
 
 
 def predict(part: str) -> dict[str, Any]:
