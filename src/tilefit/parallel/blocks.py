@@ -101,10 +101,6 @@ class Block:
         forward_s, backward_s = self.gpu_s
         return max(forward_s, self.forward_host_s), max(backward_s, self.backward_host_s)
 
-    def without_host(self) -> Block:
-        """If launches took no time."""
-        return replace(self, forward_host_s=0.0, backward_host_s=0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class Framework:

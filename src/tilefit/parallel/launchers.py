@@ -157,8 +157,7 @@ def _accelerate(split: TrainingSplit, layers: Layers, per_machine: int, tokens: 
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             f"  fsdp_activation_checkpointing: {str(split.checkpoint != 'none').lower()}",
         ]
-    parts, samples = split.parts, split.samples
-    lines.append(f"# Accelerator(gradient_accumulation_steps={parts}); samples of each: {samples}")
+    lines.append(f"# Accelerator(gradient_accumulation_steps={split.parts}); samples each: {split.samples}")
     return "\n".join(lines)
 
 
