@@ -151,16 +151,14 @@ class Framework:
     imbalance: float = 1.0
     bounds: Callable[[int], tuple[int, ...]] | None = None
 
-    def paced(self, block: Block, layer_host_s: float) -> Block:
-        """A block at the clocks of a training, which the host launches no faster than it can."""
+    def paced(self, block: Block) -> Block:
+        """A block at the clocks of a training."""
         return replace(
             block,
             forward_s=block.forward_s * self.slowdown,
             backward_s=block.backward_s * self.slowdown,
             weights_s=block.weights_s * self.slowdown,
             products_s=block.products_s * self.slowdown,
-            forward_host_s=max(block.forward_host_s, layer_host_s / 3),
-            backward_host_s=max(block.backward_host_s, layer_host_s * 2 / 3),
         )
 
 
@@ -326,12 +324,11 @@ class Model:
         made = []
         for place in range(self.captured + 2):
             members = [i for i, each in enumerate(where) if each == place and entries[i].phase != OPTIMIZER]
-            host_s = framework.layer_host_s if 0 < place <= self.captured else 0.0
             block = _block([(entries[i], times[i], parts.get(i, 1)) for i in members], framework.again)
             block = _with_tensors(block, lifetimes, members)
             if place > self.captured:
                 block = _with_logits(block, lifetimes.without_logits(members), members)
-            made.append(framework.paced(block, host_s))
+            made.append(framework.paced(block))
         sizes = {name: prod(parameter.shape) for name, parameter in step.parameters.items()}
         made = [
             replace(

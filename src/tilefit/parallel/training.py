@@ -210,21 +210,24 @@ class Training:
             size = 2 * block.input_bytes * self.split.context
             forward_link_s += self.fabric.time_s(ALL_GATHER, size, group)
             backward_link_s += self.fabric.time_s(REDUCE_SCATTER, size, group)
-        backward_s, host_s = block.backward_s + self._accumulated_s(block), block.backward_host_s
-        again_s = 0.0
+        backward_s, again_s = block.backward_s + self._accumulated_s(block), 0.0
+        layer_s = self.framework.layer_host_s / 3 * (not self._is_end(block)) * bool(self.framework.host)
+        forward_host_s = max(block.forward_host_s, layer_s)
+        backward_host_s = max(block.backward_host_s, 2 * layer_s)
         if self.split.checkpoint != "none" and not self._is_end(block):
             full = self.split.checkpoint == "full"
             again_s = max(0.0, block.forward_s - (0.0 if full else block.products_s))
             backward_link_s += forward_link_s if full else 0.0
             # It is computed again, or launched, before the backward pass.
-            own_s = max(backward_s + backward_link_s, host_s) + max(again_s, block.forward_host_s)
-            more_s = CHECKPOINT_S * self._host_scale * (not self.framework.layer_host_s)
-            host_s = max(own_s, host_s + block.forward_host_s + more_s)
+            own_s = max(backward_s + backward_link_s, backward_host_s) + max(again_s, forward_host_s)
+            launches_s = block.forward_host_s + block.backward_host_s + CHECKPOINT_S * self._host_scale
+            backward_host_s = max(own_s, launches_s)
         return replace(
             block,
             backward_s=backward_s,
             weights_s=block.weights_s + self._accumulated_s(block),
-            backward_host_s=host_s,
+            forward_host_s=forward_host_s,
+            backward_host_s=backward_host_s,
             recompute_s=again_s,
             forward_link_s=forward_link_s,
             backward_link_s=backward_link_s,
