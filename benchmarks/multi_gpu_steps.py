@@ -40,7 +40,7 @@ from tilefit.options import StepOptions
 from tilefit.parallel.blocks import Framework, Model
 from tilefit.parallel.choices import TrainingSplit
 from tilefit.parallel.planning import Job, Planner, Priced, precision_of
-from tilefit.parallel.training import CONTEXT_BYTES, RankMemory
+from tilefit.parallel.training import CONTEXT_BYTES, Training
 
 RESULTS = Path(__file__).parent / "results" / "multi_gpu_steps.json"
 Row = dict[str, str]
@@ -433,15 +433,21 @@ SOURCES: dict[str, Callable[[Row], tuple[Planner, TrainingSplit] | None]] = {
 class Compared:
     """A row with its prediction.
 
-    ``stated`` is what the rank holds whose memory the row states, ``starts`` whether its framework can run
-    the split.
+    ``stated_bytes`` is what the rank holds whose memory the row states, ``needed_bytes`` the fullest rank,
+    ``fits`` whether that is there, ``starts`` whether its framework can run the split.
     """
 
     source: str
     row: Row
     found: Priced
-    stated: RankMemory
+    stated_bytes: float
+    needed_bytes: float
+    fits: bool
     starts: bool = True
+
+    @property
+    def runs(self) -> bool:
+        return self.fits and self.starts
 
     @property
     def measured_s(self) -> float:
@@ -473,6 +479,29 @@ class Compared:
         return self.stall_s > 0 and abs(math.log(self.ratio_stalled)) < abs(math.log(self.ratio))
 
 
+def of_messages_bytes(training: Training, stage: int) -> float:
+    """What nanotron's messages within layers hold beside what is captured.
+
+    Two buffers that gather into one place each stay (``MemoryBuffer``). The two sums of a layer, in either
+    pass, are results of the whole width that NCCL's stream reads: PyTorch gives their memory back when the
+    GPU is done with them (``record_stream``), while the host has launched the passes of further layers.
+    """
+    split, layer, layers = training.split, training.blocks.layers[0], training.parts[stage]
+    if split.tensor == 1:
+        return 0.0
+    width = layer.input_bytes * split.tensor
+    forward_s, backward_s = layer.gpu_s
+    host_s = training.framework.layer_host_s / 3
+    most = 0.0
+    for launched in range(2 * layers + 1):
+        forward, backward = min(launched, layers), max(0, launched - layers)
+        now_s = (forward + 2 * backward) * host_s
+        waiting = max(0.0, forward - now_s / forward_s)
+        waiting += min(backward, max(0.0, backward - (now_s - layers * forward_s) / backward_s))
+        most = max(most, 2 * width * waiting - backward * layer.saved_bytes)
+    return 2 * width + most
+
+
 def compared(rows: Iterable[Row]) -> list[Compared]:
     """Every row that can be predicted."""
     made = []
@@ -481,12 +510,17 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
             if (found := read(row)) is None:
                 continue
             plan, split = found
-            theirs = flash if source == "torchtitan" else attention.backend
-            with patch.object(attention, "backend", theirs):
+            backend = flash if source == "torchtitan" else attention.backend
+            with patch.object(attention, "backend", backend):
+                training, theirs = plan.training(split), source == "nanotron"
+                held = [
+                    training.stage_memory(stage).total + theirs * of_messages_bytes(training, stage)
+                    for stage in range(split.pipeline)
+                ]
+                starts = not theirs or all(nanotron_stages(NANOTRON[row["model"]], split.pipeline))
+                fits = max(held) <= plan.usable_bytes
                 # nanotron states what its first rank reserves.
-                stated = plan.training(split).stage_memory(0)
-                starts = source != "nanotron" or all(nanotron_stages(NANOTRON[row["model"]], split.pipeline))
-                made.append(Compared(source, row, plan.priced(split), stated, starts))
+                made.append(Compared(source, row, plan.priced(split), held[0], max(held), fits, starts))
     return made
 
 
@@ -533,7 +567,7 @@ def grouped(steady: Iterable[Compared], ran: Iterable[Compared]) -> dict[str, An
     made = {}
     for (name, gpus), (own, every) in sorted(groups.items()):
         # A plan proposes what fits.
-        best = min(own, key=lambda each: (not each.found.fits, each.found.time.time_s))
+        best = min(own, key=lambda each: (not each.fits, each.found.time.time_s))
         least_s = min(each.measured_s for each in own)
         made[f"{name}, {gpus} GPUs"] = {
             **errors(own),
@@ -566,16 +600,19 @@ def memory(chosen: Iterable[Compared], every: Iterable[Compared]) -> dict[str, A
     failed = [each for each in chosen if each.row["status"] not in ("", "ok")]
     ran = [each for each in every if each.row["status"] == "ok"]
     else_failed = {id(each) for each in failed if any(needs_no_less(other, each) for other in ran)}
-    told = [
-        (each.found.fits and each.starts, each.row["status"] == "ok") for each in chosen if each.row["status"]
-    ]
+    told = [(each.runs, each.row["status"] == "ok") for each in chosen if each.row["status"]]
+    splits: dict[tuple[str, TrainingSplit], list[Compared]] = defaultdict(list)
+    for each in chosen:
+        if each.row["status"]:
+            splits[each.row["model"], each.found.split].append(each)
+    once = [own[0].runs == any(each.row["status"] == "ok" for each in own) for own in splits.values()]
     of_memory = [
-        (each.found.fits and each.starts) == (each.row["status"] == "ok")
+        each.runs == (each.row["status"] == "ok")
         for each in chosen
         if each.row["status"] and id(each) not in else_failed
     ]
     ratios = [
-        (each.stated.total - CONTEXT_BYTES) / 2**30 / float(each.row["mem_gb"])
+        (each.stated_bytes - CONTEXT_BYTES) / 2**30 / float(each.row["mem_gb"])
         for each in chosen
         if each.row["mem_gb"] and each.row["status"] == "ok"
     ]
@@ -585,16 +622,20 @@ def memory(chosen: Iterable[Compared], every: Iterable[Compared]) -> dict[str, A
             "rows": len(told),
             "right": round(sum(fits == ran for fits, ran in told) / len(told), 3),
             "right, by memory alone": round(
-                sum(each.found.fits == (each.row["status"] == "ok") for each in chosen if each.row["status"])
+                sum(each.fits == (each.row["status"] == "ok") for each in chosen if each.row["status"])
                 / len(told),
                 3,
+            ),
+            "right, each split once, which ran if one run of it did": round(sum(once) / len(once), 3),
+            "splits of which one run ran and another did not": len(
+                [own for own in splits.values() if len({each.row["status"] for each in own}) > 1]
             ),
             "failures that are not of memory, by measurements alone": len(else_failed),
             "right, without these": round(sum(of_memory) / len(of_memory), 3),
             "ran, said not to fit": sum(ran and not fits for fits, ran in told),
             "did not run, said to fit": sum(fits and not ran for fits, ran in told),
             "of them, said to need less than half of the memory": sum(
-                each.row["status"] != "ok" and each.starts and each.found.memory.total < 40 * 2**30
+                each.row["status"] != "ok" and each.starts and each.needed_bytes < 40 * 2**30
                 for each in chosen
                 if each.row["status"]
             ),
@@ -732,7 +773,7 @@ def main() -> None:
             for each in every:
                 times = [f"{getattr(each.found.time, part):.5f}" for part in parts]
                 stated = [each.source, *(each.row[name] for name in names[1:]), each.row["status"]]
-                size = f"{each.found.memory.total / 2**30:.2f}"
+                size = f"{each.needed_bytes / 2**30:.2f}"
                 writer.writerow([*stated, each.measured_s, *times, each.row["mem_gb"], size])
 
 

@@ -59,6 +59,9 @@ RESULTS = Path(__file__).parent / "results" / "several_gpus.json"
 PREDICTED = RESULTS.with_name("several_gpus_predicted.json")
 #: Hosts that predictions are written for, by how long they take to launch; between them lines are drawn.
 SCALES = (0.5, 0.65, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5)
+#: Of the thread that goes forward and of the one that goes backward, on Hopper: two blocks of 32 MiB, as a
+#: snapshot of the allocator shows them.
+WORKSPACES_BYTES = 2 * 32 * 2**20
 #: A host that takes nearly no time, so that the GPU's is left.
 NO_HOST = 1e-3
 WARM, TIMED, SYNCED, PROFILED = 3, 10, 4, 2
@@ -191,7 +194,7 @@ class Case:
     Attributes:
         model: One of :data:`TORCHVISION`, of :data:`LIBRARY` or of :data:`LLAMA`.
         way: ``one`` GPU, ``each`` rank beside the other without a word, ``ddp``, ``zero1`` (DDP with
-            ``ZeroRedundancyOptimizer``), ``fsdp``, ``tp``, ``pp``.
+            ``ZeroRedundancyOptimizer``), ``scatter`` (ZeRO-1 as Megatron-LM's), ``fsdp``, ``tp``, ``pp``.
         samples: Of a micro-batch on each GPU; of a pipeline, on all.
         seq: Tokens of a sample.
         parts: Micro-batches.
@@ -404,6 +407,21 @@ CASES: dict[str, list[Case]] = {
         Case(SM, "each", 2, 1024, parts=2),
         Case(RO, "each", 8, 512),
         Case(OPT, "each", 4, 1024),
+    ],
+    "fourth ddp": [
+        Case(L, "ddp", 2, 2048, views=True),
+        Case(L, "scatter", 2, 2048),
+        Case(G, "ddp", 16, 1024, views=True),
+        Case(G, "scatter", 16, 1024),
+        Case(X, "scatter", 4, 1024),
+    ],
+    "fourth tp": [
+        Case(L13, "tp", 8, 2048, layers=4, sequence=True),
+        Case(Y, "tp", 4, 2048, layers=2),
+    ],
+    "fourth pp": [
+        Case(L13, "pp", 2, 2048, parts=6, layers=8),
+        Case(Q32, "pp", 1, 2048, parts=8, layers=4, schedule="ZBV"),
     ],
     "again": [
         Case(R, "ddp", 32, again=1),
@@ -670,7 +688,70 @@ def pipeline(model: nn.Module, case: Case, device: torch.device, x: torch.Tensor
     return lambda: schedule.step(*given, **target)
 
 
-def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+class Scattered:
+    """ZeRO-1 as Megatron-LM's: a full bucket's gradients are summed up on the rank that updates them, and all
+    gather what was updated.
+
+    Args:
+        model: Its parameters become views of one tensor.
+        bytes_each: Of a bucket.
+    """
+
+    def __init__(self, model: nn.Module, bytes_each: int = 25 * 2**20) -> None:
+        own = [*model.parameters()][::-1]  # about the order in which gradients come
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        groups: list[list[nn.Parameter]] = [[]]
+        for p in own:
+            if groups[-1] and 4 * sum(each.numel() for each in groups[-1]) >= bytes_each:
+                groups.append([])
+            groups[-1].append(p)
+        self.missing, self.sizes = [len(each) for each in groups], [len(each) for each in groups]
+        self.works: list[Any] = []
+        self.weights, self.sums, shares = [], [], []
+        for index, members in enumerate(groups):
+            size = sum(p.numel() for p in members)
+            size += -size % ranks
+            weights, sums = (torch.zeros(size, device=own[0].device) for _ in range(2))
+            begin = 0
+            for p in members:
+                end = begin + p.numel()
+                weights[begin:end].copy_(p.data.flatten())
+                p.data = weights[begin:end].view_as(p)
+                p.register_post_accumulate_grad_hook(partial(self.copied, index, sums[begin:end].view_as(p)))
+                begin = end
+            share = nn.Parameter(weights.chunk(ranks)[rank])
+            share.grad = sums.chunk(ranks)[rank]
+            self.weights.append(weights)
+            self.sums.append(sums)
+            shares.append(share)
+        self.optimizer = torch.optim.AdamW(shares, lr=1e-5, fused=True)
+        self.shares = shares
+
+    def copied(self, index: int, view: torch.Tensor, parameter: nn.Parameter) -> None:
+        view.copy_(parameter.grad)
+        parameter.grad = None
+        self.missing[index] -= 1
+        if not self.missing[index]:
+            grad, sums = self.shares[index].grad, self.sums[index]
+            self.works.append(dist.reduce_scatter_tensor(grad, sums, op=dist.ReduceOp.AVG, async_op=True))
+
+    def step(self) -> None:
+        while self.works:
+            self.works.pop().wait()
+        self.optimizer.step()
+        for weights, share in zip(self.weights, self.shares, strict=True):
+            self.works.append(dist.all_gather_into_tensor(weights, share.data, async_op=True))
+        while self.works:
+            self.works.pop().wait()
+        self.missing = [*self.sizes]
+
+    def zero_grad(self) -> None:
+        """Each step writes the sums anew."""
+
+
+def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer | Scattered:
+    if case.way == "scatter":
+        return Scattered(model)
     if case.way == "zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -916,19 +997,21 @@ def planner(case: Case, gpu: str, scale: float) -> Planner:
     known = priced(gpu)
     known = replace(known, calibration=replace(known.calibration, launch_scale=scale))
     framework = Framework(
-        sequence=case.sequence, scatters=case.way != "zero1", bucket_copies=1 if case.views else 2
+        sequence=case.sequence,
+        scatters=case.way != "zero1",
+        bucket_copies=1 if case.views or case.way == "scatter" else 2,
     )
     return Planner(model, Fabric(known, 2), Job(case.samples, precision, framework))
 
 
 def split_of(case: Case) -> TrainingSplit:
     """How its GPUs share a case."""
-    zero = {"fsdp": 3, "zero1": 1}.get(case.way, 0)
+    zero = {"fsdp": 3, "zero1": 1, "scatter": 1}.get(case.way, 0)
     checkpoint = "selective" if case.selective else "full" if case.checkpoint else "none"
     return TrainingSplit(
         tensor=2 if case.way == "tp" else 1,
         pipeline=2 if case.way == "pp" else 1,
-        data=2 if case.way in ("ddp", "zero1", "fsdp") else 1,
+        data=2 if case.way in ("ddp", "zero1", "scatter", "fsdp") else 1,
         micro_batches=case.parts,
         zero=zero,
         samples=case.samples,
@@ -946,10 +1029,19 @@ def predicted(case: Case, gpu: str, scale: float) -> Priced:
 
 
 def ranks_bytes(case: Case, gpu: str) -> list[float]:
-    """What the allocator of each rank holds at most."""
+    """What the allocator of each rank holds at most: what is planned, cuBLAS's workspaces, and the inputs of
+    layers alone, which a step of these programs has before it begins; of a pipeline all micro-batches', too,
+    and, on the last stage, what comes of those, which its schedule returns."""
     training = planner(case, gpu, 1.0).training(split_of(case))
-    stages = [training.stage_memory(stage).total - CONTEXT_BYTES for stage in range(training.split.pipeline)]
-    return stages if len(stages) > 1 else stages * case.gpus
+    stages = range(training.split.pipeline)
+    held = [training.stage_memory(stage).total - CONTEXT_BYTES + WORKSPACES_BYTES for stage in stages]
+    if case.layers:
+        width = 2 * case.samples * case.seq * LLAMA[case.model][2] / (2 if case.sequence else 1)
+        returned = case.parts if len(held) > 1 else 0
+        held = [each + width * (1 + returned) for each in held]
+        last = 0 if case.schedule == "ZBV" else -1
+        held[last] += width * max(0, returned - 1)
+    return held if len(held) > 1 else held * case.gpus
 
 
 def predict(part: str) -> dict[str, Any]:
@@ -1003,6 +1095,8 @@ def collectives_compared(gpu: str, rows: list[dict[str, Any]], errors: Errors) -
 
 def before(case: Case, gpu: str) -> tuple[str, list[float], dict[str, Any]]:
     """What was predicted of a case before it was measured: of which kinds, for which scales; else nothing."""
+    if case.again and not any(case in each for each in CASES.values()):
+        case = replace(case, again=0)
     sections = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
     for part, section in sections.items():
         if case.name in section[gpu]:

@@ -293,6 +293,16 @@ def test_what_only_a_way_to_run_calls_for_is_made_with_it(only) -> None:
     assert not plan.run.cuda_graph
 
 
+@pytest.mark.parametrize("of", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_a_copy_of_a_plan_takes_its_own_changes_back(of: Any, plan: tilefit.Plan) -> None:
+    other = of(plan)
+    assert str(other) == str(plan)
+    assert other.model is other.run.model is not plan.model
+    other.undo()
+    assert not changed(other.model)
+    assert changed(plan.model)
+
+
 # ---- the plain model ---------------------------------------------------------------------------
 
 

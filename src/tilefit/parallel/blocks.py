@@ -45,8 +45,8 @@ class Block:
     """What one rank does of a layer for one micro-batch.
 
     Attributes:
-        forward_s, backward_s: Its computation, or the host's launches where they take longer.
-        forward_host_s, backward_host_s: The host's launches.
+        forward_s, backward_s: Its computation.
+        forward_host_s, backward_host_s: The host's launches, of its communication too.
         forward_link_s, backward_link_s: Communication that its computation waits for.
         weights_s: Of the backward pass, the gradients of weights, which a pipeline may put off.
         recompute_s: What a split computes again in the backward pass.
@@ -90,10 +90,16 @@ class Block:
     input_bytes: int = 0
 
     @property
-    def pass_s(self) -> tuple[float, float]:
-        """Time of its forward and backward pass."""
+    def gpu_s(self) -> tuple[float, float]:
+        """Time of its forward and backward pass on a GPU."""
         forward_s = self.forward_s + self.forward_link_s
         return forward_s, self.backward_s + self.recompute_s + self.backward_link_s
+
+    @property
+    def pass_s(self) -> tuple[float, float]:
+        """The same, or the host's launches where they take longer."""
+        forward_s, backward_s = self.gpu_s
+        return max(forward_s, self.forward_host_s), max(backward_s, self.backward_host_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ class Framework:
         sequence: What tensor-parallel ranks would all do is split by the sequence (Korthikanti and others,
             "Reducing Activation Recomputation in Large Transformer Models", 2022).
         slowdown: Times of kernels over those of a benchmark.
-        host: Times of the host over those of the one that the GPU's calibration knows.
+        host: Times of the host over those of the one that the GPU's calibration knows; 0: it takes none.
         layer_host_s: Least time that the host takes for a layer's two passes over a micro-batch.
         bucket_bytes: Gradients that are summed up in one message where they are not sharded layer by layer;
             the default is that of DistributedDataParallel.
@@ -145,17 +151,13 @@ class Framework:
     imbalance: float = 1.0
     bounds: Callable[[int], tuple[int, ...]] | None = None
 
-    def paced(self, block: Block, layer_host_s: float) -> Block:
-        """A block at the clocks of a training, and no faster than the host launches it."""
-        # The host is ahead of the communication too.
-        forward_s = max(block.forward_host_s, layer_host_s / 3) - block.forward_link_s
-        backward_s = max(block.backward_host_s, layer_host_s * 2 / 3) - block.backward_link_s
-        backward_s = max(block.backward_s * self.slowdown, backward_s)
+    def paced(self, block: Block) -> Block:
+        """A block at the clocks of a training."""
         return replace(
             block,
-            forward_s=max(block.forward_s * self.slowdown, forward_s),
-            backward_s=backward_s,
-            weights_s=backward_s * block.weights_s / block.backward_s if block.backward_s else 0.0,
+            forward_s=block.forward_s * self.slowdown,
+            backward_s=block.backward_s * self.slowdown,
+            weights_s=block.weights_s * self.slowdown,
             products_s=block.products_s * self.slowdown,
         )
 
@@ -168,6 +170,7 @@ class Blocks:
         before, after: What is no layer: embeddings; the last norm, the head and the loss.
         layers: The layers.
         optimizer_s: Updating one element.
+        optimizer_host_s: The host's launches for updating one tensor.
         buffer_bytes: Tensors that are held and not trained.
         tied: Parameters of what runs before the layers that what runs after them reads, too.
     """
@@ -176,6 +179,7 @@ class Blocks:
     layers: tuple[Block, ...]
     after: Block
     optimizer_s: float = 0.0
+    optimizer_host_s: float = 0.0
     buffer_bytes: int = 0
     tied: int = 0
     _bounds: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -194,8 +198,8 @@ class Blocks:
         return self._bounds[parts]
 
     def _cut(self, parts: int) -> tuple[int, ...]:
-        costs = [block.forward_s + block.backward_s for block in self.layers]
-        before_s, after_s = (block.forward_s + block.backward_s for block in (self.before, self.after))
+        costs = [sum(block.pass_s) for block in self.layers]
+        before_s, after_s = sum(self.before.pass_s), sum(self.after.pass_s)
         low_s, high_s = 0.0, 1.01 * (before_s + sum(costs) + after_s)
         best = cut(costs, before_s, after_s, parts, high_s)
         if best is None or len(costs) < parts:
@@ -320,12 +324,11 @@ class Model:
         made = []
         for place in range(self.captured + 2):
             members = [i for i, each in enumerate(where) if each == place and entries[i].phase != OPTIMIZER]
-            host_s = framework.layer_host_s if 0 < place <= self.captured else 0.0
             block = _block([(entries[i], times[i], parts.get(i, 1)) for i in members], framework.again)
             block = _with_tensors(block, lifetimes, members)
             if place > self.captured:
                 block = _with_logits(block, lifetimes.without_logits(members), members)
-            made.append(framework.paced(block, host_s))
+            made.append(framework.paced(block))
         sizes = {name: prod(parameter.shape) for name, parameter in step.parameters.items()}
         made = [
             replace(
@@ -340,13 +343,17 @@ class Model:
         width = max((self._crossing(step, index) for index in range(self.captured)), default=0)
         width //= tensor if framework.sequence else 1
         layers = [replace(layer, input_bytes=width) for layer in layers]
-        update_s = sum(times[i][0] for i, entry in enumerate(entries) if entry.phase == OPTIMIZER)
+        updates = [times[i] for i, entry in enumerate(entries) if entry.phase == OPTIMIZER]
+        update_s, update_host_s = (
+            (sum(each) for each in zip(*updates, strict=True)) if updates else (0.0, 0.0)
+        )
         held = sum(prod(p.shape) for p in step.parameters.values() if p.trainable)
         return Blocks(
             first,
             tuple(layers[index % self.captured] for index in range(self.layers)),
             replace(last, input_bytes=width),
             update_s / held if held else 0.0,
+            update_host_s / max(1, sum(p.trainable for p in step.parameters.values())),
             step.memory.buffer_bytes,
             sum(sizes[name] for name in self._names[0] if self.captured + 1 in self._readers[name]),
         )

@@ -70,7 +70,8 @@ def _fsdp2(split: TrainingSplit, layers: Layers, per_machine: int, tokens: int) 
     elif split.data > 1:
         group = f"process_group={data}.get_group(), gradient_as_bucket_view=True"
         lines.append(f"model = DistributedDataParallel(model, {group})")
-    lines.append(f"# {split.samples} samples a micro-batch, {split.parts} micro-batches a step")
+    lines.append("optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # or your own")
+    lines.append(f"# micro-batches of a step: {split.parts}; samples of each: {split.samples}")
     if split.parts > 1 and split.data > 1 and split.zero < 3:  # FSDP would hold whole gradients
         lines.append("# all but the last under model.no_sync()")
     return "\n".join(lines)
@@ -156,7 +157,7 @@ def _accelerate(split: TrainingSplit, layers: Layers, per_machine: int, tokens: 
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             f"  fsdp_activation_checkpointing: {str(split.checkpoint != 'none').lower()}",
         ]
-    lines.append(f"# Accelerator(gradient_accumulation_steps={split.parts}), {split.samples} samples each")
+    lines.append(f"# Accelerator(gradient_accumulation_steps={split.parts}); samples each: {split.samples}")
     return "\n".join(lines)
 
 

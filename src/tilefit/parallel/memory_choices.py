@@ -185,9 +185,9 @@ class Thrifty(Training):
     def _optimizer_s(self, stage: int) -> float:
         return super()._optimizer_s(stage) + self._update_waits_s(stage)
 
-    def time(self) -> StepTime:
-        """The step's time; what it waits for copies to and from the host is told apart."""
-        made = super().time()
+    def _time(self) -> StepTime:
+        """What it waits for copies to and from the host is told apart."""
+        made = super()._time()
         slowest = max(self.stages, key=lambda own: sum(sum(self._times(each).pass_s) for each in own))
         waits_s = self.split.parts * sum(sum(self._waits_s(each)) for each in slowest)
         update_s = max(map(self._update_waits_s, range(self.split.pipeline)))

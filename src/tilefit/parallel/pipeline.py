@@ -94,14 +94,10 @@ def places(step: Step, prefix: str, layers: int) -> list[int]:
     What belongs to no layer and runs between two belongs to the one that ran before.
     """
     found = [layer_of(prefix, entry.site.module) for entry in step.ops]
-    last_forward = max(
-        (i for i, layer in enumerate(found) if layer is not None and step.ops[i].phase == FORWARD), default=-1
-    )
-    first_backward = min(
-        (i for i, layer in enumerate(found) if layer is not None and step.ops[i].phase != FORWARD),
-        default=len(found),
-    )
-    last_backward = max((i for i, layer in enumerate(found) if layer is not None), default=-1)
+    within = [(i, step.ops[i].phase == FORWARD) for i, layer in enumerate(found) if layer is not None]
+    last_forward = max((i for i, forward in within if forward), default=-1)
+    first_backward = min((i for i, forward in within if not forward), default=len(found))
+    last_backward = max((i for i, _ in within), default=-1)
     made = []
     current = 0
     for index, layer in enumerate(found):

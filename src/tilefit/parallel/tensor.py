@@ -235,12 +235,10 @@ def _part(step: Step, index: int, entry: StepOp, parts: _Parts, kept: dict[int, 
     if split and isinstance(op, Gemm):
         layer = split.layer
         new_op = layer.resized(op, entry.phase, split.in_features, split.out_features)
-        into, out_of = (
-            Fraction(split.in_features, layer.in_features),
-            Fraction(split.out_features, layer.out_features),
-        )
-        result = {FORWARD: out_of, BACKWARD_DATA: into, BACKWARD_WEIGHT: split.kept}[entry.phase]
-        results = [result] * len(entry.outputs)
+        into = Fraction(split.in_features, layer.in_features)
+        out_of = Fraction(split.out_features, layer.out_features)
+        held = {FORWARD: out_of, BACKWARD_DATA: into, BACKWARD_WEIGHT: split.kept}
+        results = [held[entry.phase]] * len(entry.outputs)
         new: StepOp = replace(entry, op=new_op)
     elif isinstance(op, Gemm):
         split_shares = [share for share in shares if share != _WHOLE]
@@ -271,15 +269,11 @@ def _part(step: Step, index: int, entry: StepOp, parts: _Parts, kept: dict[int, 
         return entry
     for ref, share in zip(entry.outputs, results, strict=True):
         kept[ref.id] = share
-    return replace(
-        new,
-        inputs=tuple(
-            _resized(ref, share, parts.sizes) for ref, share in zip(entry.inputs, shares, strict=True)
-        ),
-        outputs=tuple(
-            _resized(ref, share, parts.sizes) for ref, share in zip(entry.outputs, results, strict=True)
-        ),
+    inputs, outputs = (
+        tuple(_resized(ref, share, parts.sizes) for ref, share in zip(refs, of, strict=True))
+        for refs, of in ((entry.inputs, shares), (entry.outputs, results))
     )
+    return replace(new, inputs=inputs, outputs=outputs)
 
 
 def _share(ref: TensorRef, parts: _Parts, kept: Mapping[int, Fraction]) -> Fraction:
@@ -295,20 +289,12 @@ def _results(entry: StepOp, shares: list[Fraction], parts: _Parts) -> Iterator[F
     """
     op = entry.op
     assert isinstance(op, Streaming)
-    largest, share = max(
-        (
-            (prod(ref.shape), share)
-            for ref, share in zip(entry.inputs, shares, strict=True)
-            if share != _WHOLE
-        ),
-        default=(0, _WHOLE),
-    )
+    split_inputs = [(ref, share) for ref, share in zip(entry.inputs, shares, strict=True) if share != _WHOLE]
+    largest, share = max(((prod(ref.shape), share) for ref, share in split_inputs), default=(0, _WHOLE))
     for ref in entry.outputs:
         if op.role == "embedding":
             # The rows of a split table are gathered from all ranks; its gradient is split as it is.
-            rows = {
-                name for name, part in parts.parameters.items() if name.startswith(f"{entry.site.module}.")
-            }
+            rows = [name for name in parts.parameters if name.startswith(f"{entry.site.module}.")]
             split = entry.phase == BACKWARD_WEIGHT and ref.shape[:1] and ref.shape[0] in parts.sizes and rows
             yield Fraction(parts.sizes[ref.shape[0]], ref.shape[0]) if split else _WHOLE
             continue
@@ -334,10 +320,8 @@ def _streamed(
 
 def _of(refs: tuple[TensorRef, ...], shares: list[Fraction]) -> float:
     held = [prod(ref.shape) * size_bytes(ref.dtype) for ref in refs]
-    total = sum(held)
-    return (
-        float(sum(size * share for size, share in zip(held, shares, strict=True)) / total) if total else 1.0
-    )
+    kept = sum(size * share for size, share in zip(held, shares, strict=True))
+    return float(kept / sum(held)) if sum(held) else 1.0
 
 
 def _resized(ref: TensorRef, share: Fraction, sizes: Mapping[int, int]) -> TensorRef:

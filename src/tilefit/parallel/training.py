@@ -65,6 +65,8 @@ class StepTime:
         data_s: Communication between replicas and stages that nothing hides.
         bubble_s: Waiting for the pipeline to fill and to drain.
         optimizer_s: Of the optimizer.
+        launch_s: By how much the host's launches, and what it does for messages, make it longer; nothing of
+            it is in the other parts.
         host_s: Copies to and from the host that nothing hides.
     """
 
@@ -75,6 +77,7 @@ class StepTime:
     data_s: float
     bubble_s: float
     optimizer_s: float
+    launch_s: float = 0.0
     host_s: float = 0.0
 
     @property
@@ -199,6 +202,7 @@ class Training:
         return self._known[id(block)]
 
     def _timed(self, block: Block) -> Block:
+        block = block if self.framework.host else replace(block, forward_host_s=0.0, backward_host_s=0.0)
         forward_link_s, backward_link_s = block.forward_link_s, block.backward_link_s
         if self.split.context > 1 and block.input_bytes:
             # Keys and values of the other ranks, gathered and their gradients scattered.
@@ -206,20 +210,25 @@ class Training:
             size = 2 * block.input_bytes * self.split.context
             forward_link_s += self.fabric.time_s(ALL_GATHER, size, group)
             backward_link_s += self.fabric.time_s(REDUCE_SCATTER, size, group)
-        again_s = 0.0
+        backward_s, again_s = block.backward_s + self._accumulated_s(block), 0.0
+        layer_s = self.framework.layer_host_s / 3 * (not self._is_end(block)) * bool(self.framework.host)
+        forward_host_s = max(block.forward_host_s, layer_s)
+        backward_host_s = max(block.backward_host_s, 2 * layer_s)
         if self.split.checkpoint != "none" and not self._is_end(block):
             full = self.split.checkpoint == "full"
             again_s = max(0.0, block.forward_s - (0.0 if full else block.products_s))
             backward_link_s += forward_link_s if full else 0.0
-        backward_s, backward_host_s = block.backward_s + self._accumulated_s(block), block.backward_host_s
-        if again_s:
-            backward_host_s += block.forward_host_s + CHECKPOINT_S * self._host_scale
+            # It is computed again, or launched, before the backward pass.
+            own_s = max(backward_s + backward_link_s, backward_host_s) + max(again_s, forward_host_s)
+            launches_s = block.forward_host_s + block.backward_host_s + CHECKPOINT_S * self._host_scale
+            backward_host_s = max(own_s, launches_s)
         return replace(
             block,
             backward_s=backward_s,
             weights_s=block.weights_s + self._accumulated_s(block),
+            forward_host_s=forward_host_s,
             backward_host_s=backward_host_s,
-            recompute_s=max(again_s, backward_host_s - backward_s - backward_link_s) if again_s else 0.0,
+            recompute_s=again_s,
             forward_link_s=forward_link_s,
             backward_link_s=backward_link_s,
             gathered_s=self._exchanged_s(ALL_GATHER, block, self.precision.work),
@@ -416,26 +425,25 @@ class Training:
             after = ()
         yield from ready
 
-    def _pass_s(self, block: Block, kind: str) -> float:
-        """A pass over a block."""
-        forward_s, backward_s = block.pass_s
-        weights_s = block.weights_s * self._is_apart
-        return {"F": forward_s, "B": backward_s - weights_s, "W": weights_s}[kind]
+    def _pass_s(self, block: Block, kind: str, copies_s: float = 0.0, more_host_s: float = 0.0) -> float:
+        """A pass over a block, with what copies for messages take, or what the host then needs."""
+        (forward_s, backward_s), forward_host_s = block.gpu_s, block.forward_host_s
+        weights = block.weights_s / backward_s if backward_s and self._is_apart else 0.0
+        share = {"F": 1.0, "B": 1 - weights, "W": weights}[kind]
+        gpu_s, host_s = (forward_s, forward_host_s) if kind == "F" else (backward_s, block.backward_host_s)
+        return max(gpu_s * share + copies_s, host_s * share + more_host_s)
 
     def _with_messages_s(self, block: Block, kind: str, gathers: bool, scatters: bool) -> float:
-        """A pass over a block with its copies from and into messages, or the host's work for it."""
-        pass_s, precision = self._pass_s(block, kind), self.precision
-        host_s = block.forward_host_s
-        if kind != "F":
-            host_s = block.backward_host_s * (pass_s / block.pass_s[1] if pass_s else 0.0)
-        copied = 0.0
+        """A pass over a block with its copies from and into messages."""
+        precision, copied, host_s = self.precision, 0.0, 0.0
         if self.split.zero == 3:
             copied = 2 * precision.work * gathers + (precision.work + precision.gradient) * scatters
-            host_s += (gathers + scatters) * fsdp_s(block.tensors) * self._host_scale * bool(block.tensors)
+            host_s = (gathers + scatters) * fsdp_s(block.tensors) * bool(block.tensors)
         elif self._is_ddp and scatters:
             copied = 2 * self.framework.bucket_copies * precision.gradient
-            host_s += block.tensors * DDP_HOST_S * self._host_scale
-        return max(pass_s + self._copied_s(block.parameters, copied), host_s)
+            host_s = block.tensors * DDP_HOST_S
+        copies_s = self._copied_s(block.parameters, copied)
+        return self._pass_s(block, kind, copies_s, host_s * self._host_scale)
 
     @property
     def _is_ddp(self) -> bool:
@@ -455,18 +463,24 @@ class Training:
         if self.split.zero in (1, 2) and self._reduces:
             total = self._sum_of(self.stages[stage])
             pieces = self.split.replicas * total.tensors
-            time_s = self._exchanged_s(ALL_GATHER, total, self.precision.work)
+            time_s = self._exchanged_s(ALL_GATHER, total, self.precision.weight)
             time_s += pieces * self.framework.gather_host_s
             yield Task(("gathered", stage), (stage, "link"), time_s, (optimizer,))
 
     def _optimizer_s(self, stage: int) -> float:
         precision = self.precision
-        own = self._held(self._sum_of(self.stages[stage]), self.split.zero > 0)
+        whole = self._sum_of(self.stages[stage])
+        own = self._held(whole, self.split.zero > 0)
+        tensors = whole.tensors / (self.split.replicas if self.split.zero in (1, 2) else 1)
+        # The host is ahead of passes that the GPU limits.
+        passes = [self._times(block) for block in self.stages[stage]]
+        waits_s = sum(each.forward_host_s + each.backward_host_s - sum(each.gpu_s) for each in passes)
+        host_s = tensors * self.blocks.optimizer_host_s * (waits_s > 0)
         # It was captured with its state in the weight's type, and takes as long as what it reads and writes.
         captured = (2 + 4 * bool(precision.optimizer) + 1) * precision.weight
         updated = precision.weight * (not (self.split.zero == 3 and precision.master))
         moved = 2 * precision.optimizer + precision.gradient + 2 * updated
-        return own * self.blocks.optimizer_s * moved / captured
+        return max(own * self.blocks.optimizer_s * moved / captured, host_s)
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -532,6 +546,12 @@ class Training:
 
     def time(self) -> StepTime:
         """The step's time, and what it consists of."""
+        # Its layers are shared as they are.
+        alone = replace(self.framework, host=0.0, bounds=lambda parts: self.bounds)
+        made, time_s = replace(self, framework=alone)._time(), self.step_s()
+        return replace(made, time_s=time_s, launch_s=_left(time_s, made.time_s))
+
+    def _time(self) -> StepTime:
         parts = self.split.parts
         time_s, silent_s = self.step_s(), self.step_s(silent=True)
         stages = [[self._times(block) for block in stage] for stage in self.stages]

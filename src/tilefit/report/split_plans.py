@@ -25,6 +25,8 @@ from tilefit.parallel.planning import LEAST_SCALING, SLOW_HOST, UNEVEN, Priced
 _ROWS = 8
 #: The best on a slow host over the best, from which on it is said.
 _SLOWER = 1.02
+#: Share of a step that waits for its host from which on ways to launch less are told. A choice.
+_LIMITED = 0.1
 #: What a step consists of, in the words of the explanation.
 _PARTS = {
     "compute_s": "computation",
@@ -33,6 +35,7 @@ _PARTS = {
     "data_s": "communication of gradients, parameters and activations that nothing hides",
     "bubble_s": "pipeline bubble",
     "optimizer_s": "the optimizer",
+    "launch_s": "waiting for the host to launch",
     "host_s": "copies to and from the host that nothing hides",
 }
 
@@ -221,7 +224,11 @@ def _choice(plan: SplitPlan, choice: Choice, *, show_all: bool) -> Iterator[Rend
     best_s = choice.ranked[0].time.time_s
     if choice.slow_host_s > _SLOWER * best_s:
         slower = units.share(choice.slow_host_s / best_s - 1)
-        yield Text(f"On a host that takes {SLOW_HOST:g} times as long to launch it takes {slower} longer.")
+        fewer = ", and torch.compile or larger micro-batches less"
+        fewer *= choice.ranked[0].time.launch_s > _LIMITED * best_s
+        yield Text(
+            f"On a host that takes {SLOW_HOST:g} times as long to launch it takes {slower} longer{fewer}."
+        )
     if choice.uneven_s:
         slower = units.share(choice.uneven_s / best_s - 1)
         yield Text(
@@ -308,15 +315,7 @@ def _made_of(priced: Priced) -> str:
     whole, memory = priced.time.time_s, priced.memory
     spent = {name: getattr(priced.time, key) for key, name in _PARTS.items()}
     said = [f"{name} {units.share(each / whole)}" for name, each in spent.items() if each >= whole / 200]
-    held = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "temporaries": memory.temporary,
-        "other": memory.other,
-    }
-    gib = [f"{name} {each / 2**30:.1f}" for name, each in held.items()]
+    gib = [f"{name} {each / 2**30:.1f}" for name, each in asdict(memory).items()]
     stages = f"\nLayers of its stages: {_counted(priced.layers)}." if len(priced.layers) > 1 else ""
     return f"The best spends its time on: {', '.join(said)}.\nIt holds, in GiB: {', '.join(gib)}.{stages}"
 
@@ -381,21 +380,21 @@ def cheapest(plan: SplitPlan, choice: Choice) -> str:
 
 def _compared(plan: SplitPlan) -> Iterator[RenderableType]:
     """The best of each kind of GPU, by cost where prices are known."""
-    best = [(choice, choice.ranked[0]) for choice in plan.choices if choice.ranked]
 
     def key(pair: tuple[Choice, Priced]) -> float:
         cost = plan.cost(*pair)
         return pair[1].time.time_s if cost is None else cost
 
+    best = sorted(((choice, choice.ranked[0]) for choice in plan.choices if choice.ranked), key=key)
+
     yield Text("GPUs compared", "bold")
     rows = [
-        [
-            choice.gpu.title,
-            str(priced.split),
-            units.seconds(priced.time.time_s),
-            units.number(cost) if (cost := plan.cost(choice, priced)) is not None else "?",
-        ]
-        for choice, priced in sorted(best, key=key)
+        [choice.gpu.title, str(priced.split), units.seconds(priced.time.time_s)] for choice, priced in best
     ]
-    yield console.table("GPU", "split", ">step", f">per {plan.cost_unit}", rows=rows)
+    heads = ["GPU", "split", ">step"]
+    if any(choice.price is not None for choice, _ in best):
+        heads.append(f">per {plan.cost_unit}")
+        for row, pair in zip(rows, best, strict=True):
+            row.append("?" if (cost := plan.cost(*pair)) is None else units.number(cost))
+    yield console.table(*heads, rows=rows)
     yield Text()

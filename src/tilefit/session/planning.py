@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 
@@ -44,6 +44,8 @@ _ROOMS = ("capture", "cost", "gpus", "ops", "parallel")
 _PREDICTED = "Predicted, not measured; docs/plan.md tells how far off such predictions were."
 #: Samples of a step of models.
 _BATCH = 1024
+#: Optimizers of models that update in one kernel, as those of torchtitan, Megatron-LM and DeepSpeed do.
+_FUSED = ("adamw", "adam", "sgd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ class PlanSession:
             step = capture_in_child(self.target, self.options, self.timeout_s, gpu=gpu, told=self.tell)
             return Model(_of_one_gpu(step), self.layers), (*step.notes, *_assumed(step))
         options = self.options
+        if options.optimizer in _FUSED:
+            options = replace(options, fused_optimizer=True)
         if not options.autocast:
             options = replace(options, weights="bf16")
         name, layers = "", 0
@@ -194,7 +198,7 @@ class PlanSession:
             model.flop,
             made,
             self.epoch,
-            (*notes, *said_of(self.choices), _PREDICTED),
+            (*notes, *_without_bf16(model.step, self.gpus), *said_of(self.choices), _PREDICTED),
         )
 
     def _choices(self, model: Model, batch: int) -> tuple[Choice, ...]:
@@ -234,7 +238,9 @@ class PlanSession:
         """Of the best splits over each number of GPUs, or why there are none."""
         gpu, precision = planner.fabric.gpu, planner.job.precision
         price = self.cluster.prices.get(gpu.name, self.cluster.prices.get(""))
-        peak = gpu.peak_flop_per_s("bf16" if precision.work == 2 else "tf32")
+        peak = gpu.peak_flop_per_s(
+            (planner.model.step.settings.amp or "bf16") if precision.work == 2 else "tf32"
+        )
         ranked = found[self.cluster.gpus]
         if isinstance(ranked, UsageError):
             return Choice(planner.fabric, (), (), price, peak, ranked.what)
@@ -289,6 +295,15 @@ def _assumed(step: Step) -> tuple[str, ...]:
     if step.settings.compiled:
         notes.append("Plans know no torch.compile: the step is priced without.")
     return tuple(notes)
+
+
+def _without_bf16(step: Step, gpus: Sequence[PricedGpu]) -> Iterator[str]:
+    """What is to be said of GPUs that have no Tensor Cores for the type that is trained in."""
+    if "bf16" in {step.settings.amp, *(each.dtype for each in step.parameters.values())}:
+        for gpu in gpus:
+            if not gpu.supports("bf16"):
+                other = "; --amp fp16 has some" * gpu.supports("fp16")
+                yield f"{gpu.title} has no Tensor Cores for bf16: products take what fp32 takes{other}."
 
 
 class _Kept:

@@ -128,6 +128,9 @@ def test_replicas_sum_gradients_in_buckets(tmp_path: Path) -> None:
     # A gradient is copied into its bucket, and out of it where the bucket is not its memory.
     copies = [each for each in step.ops if each.name == "aten.copy_" and "backward" in each.phase]
     assert len(copies) >= 6 * 4
+    # Buckets are memory of gradients: of what was there before the step only x is an input.
+    held = [block for block in step.memory.timeline.blocks.values() if block.owner == "inputs"]
+    assert sum(block.size_bytes for block in held) == 4 * 64 * 1024
 
 
 _SHARDED = """

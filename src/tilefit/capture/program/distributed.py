@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from tilefit.capture.program.late import changed
 from tilefit.capture.recorder import Recorder
 from tilefit.emulation.mail import ranks_of_machine
 from tilefit.ops import BACKWARD_DATA
+from tilefit.ops.timeline import GRADIENTS
 
 
 class _Engine:
@@ -57,6 +59,7 @@ def one_rank(recorder: Recorder) -> Iterator[None]:
         with (
             changed({"torch.distributed.checkpoint.default_planner": _saved_by_one}),
             patch.object(Replica, "recorded", staticmethod(lambda: len(recorder.ops))),
+            patch.object(Replica, "reduces", staticmethod(partial(recorder.own, owner=GRADIENTS))),
             patch.object(nn.parallel, "DistributedDataParallel", Replica),
             patch.object(nn.parallel.distributed, "DistributedDataParallel", Replica),
         ):

@@ -75,9 +75,11 @@ class Replica(nn.Module):
         require_backward_grad_sync: The next backward pass sums the gradients.
         spans: The operations with which the last one did, as ranges of their numbers.
         recorded: How many operations there are so far.
+        reduces: Is told the tensors of a bucket that is reduced.
     """
 
     recorded: Callable[[], int] = staticmethod(lambda: 0)
+    reduces: Callable[[list[torch.Tensor]], None] = staticmethod(lambda tensors: None)
 
     def __init__(
         self,
@@ -227,6 +229,7 @@ class Replica(nn.Module):
             if bucket.missing and not everything:
                 return
             self._next += 1
+            self.reduces([bucket.buffer(), *bucket.gradients()])
             with torch.no_grad():
                 if self._hook is None:
                     bucket.work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)

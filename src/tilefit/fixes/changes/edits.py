@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,11 +12,10 @@ from torch import nn
 from tilefit.fixes.changes.behaviour import Behaviour, Changed
 from tilefit.fixes.changes.run import Run
 
-_ABSENT = object()
-
 
 class Edits:
-    """Changes of live objects in their order; whoever changes one notes here what takes it back."""
+    """Changes of live objects in their order; whoever changes one notes here what takes it back: functions of
+    files with their arguments, so that a plan can be pickled, and what is copied takes back the copy's."""
 
     def __init__(self) -> None:
         self._undos: list[Callable[[], Any]] = []
@@ -29,13 +29,14 @@ class Edits:
             self.set(changed, "behaviours", new)
             return
         changed.add(behaviour)
-        self.undone_by(lambda: changed.remove(behaviour))
+        self.undone_by(partial(changed.remove, behaviour))
 
     def set(self, target: Any, name: str, value: Any) -> None:
         """Set an attribute, which the target need not have had."""
-        kept = vars(target).get(name, _ABSENT) if hasattr(target, "__dict__") else getattr(target, name)
+        is_new = hasattr(target, "__dict__") and name not in vars(target)
+        kept = () if is_new else (getattr(target, name),)
         setattr(target, name, value)
-        self.undone_by(lambda: delattr(target, name) if kept is _ABSENT else setattr(target, name, kept))
+        self.undone_by(partial(delattr if is_new else setattr, target, name, *kept))
 
     def run(self, run: Run, **options: Any) -> None:
         """Change how the step runs."""

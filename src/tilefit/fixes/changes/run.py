@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,11 +65,10 @@ class Run:
         before = self.options, self.cuda_graph
         self.cuda_graph = options.pop("cuda_graph", self.cuda_graph)
         self.options = replace(self.options, **options)
+        return partial(self._become, *before)
 
-        def undo() -> None:
-            self.options, self.cuda_graph = before
-
-        return undo
+    def _become(self, options: StepOptions, cuda_graph: bool) -> None:
+        self.options, self.cuda_graph = options, cuda_graph
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,11 @@ class Graphed(Behaviour):
 
 def _forgotten(change: ChangeSet, run: Run, edits: Edits) -> None:
     """What was captured goes with the fix, and with it the memory of its activations."""
-    edits.undone_by(lambda: _states.pop(run.model, None))
+    edits.undone_by(partial(_forget, run.model))
+
+
+def _forget(model: nn.Module) -> None:
+    _states.pop(model, None)
 
 
 #: The model as two CUDA graphs, forward and backward.

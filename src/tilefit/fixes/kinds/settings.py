@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,13 +169,13 @@ def _fuse(optimizer: torch.optim.Optimizer, edits: Edits) -> None:
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=None)
     _place_steps(optimizer)
+    edits.undone_by(partial(_unfuse, optimizer, kept))
 
-    def undo() -> None:
-        for group, options in zip(optimizer.param_groups, kept, strict=False):  # it may have got more groups
-            group.update(options)
-        _place_steps(optimizer)
 
-    edits.undone_by(undo)
+def _unfuse(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> None:
+    for group, options in zip(optimizer.param_groups, kept, strict=False):  # it may have got more groups
+        group.update(options)
+    _place_steps(optimizer)
 
 
 def _place_steps(optimizer: torch.optim.Optimizer) -> None:
@@ -218,7 +219,7 @@ def _switched(change: ChangeSet, run: Run, edits: Edits) -> None:
     if any(parameter.is_meta for parameter in run.model.parameters()):
         return  # a trial, which must not touch the program's switches
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    edits.undone_by(lambda: _set_tf32(precision, cudnn))
+    edits.undone_by(partial(_set_tf32, precision, cudnn))
     _set_tf32("high", True)
 
 
@@ -295,7 +296,11 @@ def mixed_precision(context: Context) -> Found:
 def _autotuned(change: ChangeSet, run: Run, edits: Edits) -> None:
     """``torch.backends.cudnn.benchmark``, in the whole program."""
     kept, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
-    edits.undone_by(lambda: setattr(torch.backends.cudnn, "benchmark", kept))
+    edits.undone_by(partial(_set_autotuning, kept))
+
+
+def _set_autotuning(on: bool) -> None:
+    torch.backends.cudnn.benchmark = on
 
 
 @fix("cudnn-autotuning", stage=Stage.TRIED)
