@@ -20,7 +20,8 @@ from tilefit.capture.program.events import Captured
 _INTERLEAVED = 40
 #: An optimizer that was made and has not stepped when another has stepped so often is not waited for.
 _PATIENCE = 12
-
+#: So few calls before the first step are not worth a word: they make lazy layers, say. A choice.
+_FEW = 8
 
 #: A model, by its identity, and the lines that it is called from.
 _Called = tuple[int, tuple[str, ...]]
@@ -79,6 +80,8 @@ class StepFinder:
         #: How often which model was called from which lines, and what was called when the step began last.
         self._calls: Counter[_Called] = Counter()
         self._called: _Called = (0, ())
+        #: How often models were called at which line before anything was trained.
+        self._acted: Counter[str] = Counter()
         self._called_at = 0
         self._has_ended = False
         #: The models of the step; how often one was called again since, and had been when others were called
@@ -137,6 +140,19 @@ class StepFinder:
         return bool(self._lines)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the program did with its models before it trained, and may do again between other steps."""
+        count = 0 if self.infers else self._acted.total()
+        if count <= _FEW:
+            return ()
+        ((place, most),) = self._acted.most_common(1)
+        place = place and f", {most:,} of them at {place}"
+        return (
+            f"Before it trained the program called its models {count:,} times{place}, as to evaluate or to "
+            "act: what it does so between other steps is not in the time of this one.",
+        )
+
+    @property
     def lines(self) -> tuple[str, ...]:
         """Where the optimizers of the step were made."""
         return tuple(dict.fromkeys(self._lines.get(id(each), "") for each in self.stepped))
@@ -180,6 +196,7 @@ class StepFinder:
             self.forwards += 1
             return
         key = id(model), self._stack()
+        self._acted["".join(key[1][:1])] += 1
         if self._has_ended:
             self._called_behind(model, key)
             return
