@@ -1139,3 +1139,34 @@ def test_kernels_that_a_program_would_compile_are_pytorch_s_or_refused(
     with pytest.raises(TilefitError, match="the extension gelu would be compiled") as error:
         _run(tmp_path, _EXTENDED.replace("ANY", "KeyError"))
     assert error.value.where.endswith("train.py:8")
+
+
+def test_an_evaluation_between_steps_that_goes_on_for_long_is_ended(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+net = nn.Linear(8, 8).to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+loader = DataLoader(TensorDataset(torch.zeros(5, 8)))
+validation = DataLoader(TensorDataset(torch.zeros(3000, 8)))
+for number, (x,) in enumerate(loader):
+    optimizer.zero_grad()
+    net(x.to("cuda")).sum().backward()
+    optimizer.step()
+    if number == 0:
+        net.eval()
+        with torch.no_grad():
+            for length, (x,) in enumerate(validation, 1):
+                net(torch.zeros(length, 8, device="cuda"))
+                time.sleep(0.1)
+        net.train()
+""",
+    )
+    assert step.program is not None
+    assert step.program.steps == 3  # the loop that trains goes on
+    assert any("were ended after some seconds" in note for note in step.notes)

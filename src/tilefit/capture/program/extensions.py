@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -32,16 +31,12 @@ class FusedAdam(torch.optim.Adam):
         self,
         params: Any,
         lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
         adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        **others: Any,
+        bias_correction: bool = True,
+        set_grad_none: bool = True,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=bool(adam_w_mode)
-        )
+        super().__init__(params, lr, **settings, fused=True, decoupled_weight_decay=bool(adam_w_mode))
 
 
 def _use_own_adam(module: Any) -> None:
@@ -49,21 +44,14 @@ def _use_own_adam(module: Any) -> None:
 
 
 def _compile_no_cuda(module: Any) -> None:
-    for name in ("load", "load_inline"):
-        setattr(module, name, _refusing_cuda(getattr(module, name)))
+    compiled = module._jit_compile
 
-
-def _refusing_cuda(load: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load)
-    def loaded(name: str, *sources: Any, **options: Any) -> Any:
-        given = options.get("sources") or next(iter(sources), ())
-        is_cuda = any(str(file).endswith(".cu") for file in ([given] if isinstance(given, str) else given))
-        if is_cuda or options.get("cuda_sources") or options.get("with_cuda"):
+    def compile_if_known(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Any:
+        if any(map(module._is_cuda_file, sources)):
             raise CaptureError(
                 f"the extension {name} would be compiled, and what its CUDA kernels do is not known",
-                hint="Take the program's way without it, if it has one; else give the operation a fake "
-                "implementation (torch.library.register_fake), or leave it out.",
+                hint="Take the program's way without it, if it has one.",
             )
-        return load(name, *sources, **options)
+        return compiled(name, sources, *args, **kwargs)
 
-    return loaded
+    module._jit_compile = compile_if_known

@@ -3,6 +3,7 @@ to the next."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ class StepFinder:
     Attributes:
         is_aside: Whether the program is on another stream than the first.
         may_capture: Whether the program says somewhere that it captures a CUDA graph.
+        on_aside: Told whenever a model is called and not trained though one was trained before.
     """
 
     def __init__(
@@ -69,6 +71,9 @@ class StepFinder:
         self._skip, self._steps = skip, steps
         self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
         self._stack = lines
+        self.on_aside: Callable[[], None] = lambda: None
+        #: When an optimizer stepped last, by the monotonic clock.
+        self.stepped_s = 0.0
         self.is_aside: Callable[[], bool] = lambda: False
         self.may_capture: Callable[[], bool] = lambda: False
         #: The CUDA graph that is being captured, how often one was replayed in which an optimizer steps, and
@@ -126,8 +131,8 @@ class StepFinder:
 
     @property
     def is_to_train(self) -> bool:
-        """Whether an optimizer was made that has something to train."""
-        return any(map(_trained, self._made))
+        """Whether there is an optimizer, of parameters that may be frozen until they are trained."""
+        return bool(self._made)
 
     @property
     def may_widen(self) -> bool:
@@ -191,6 +196,8 @@ class StepFinder:
             return
         trains = getattr(model, "training", False) and torch.is_grad_enabled()
         if not self.infers:
+            if not trains:
+                self.on_aside()
             return
         if trains and self.is_to_train:
             self.forwards += 1
@@ -263,6 +270,7 @@ class StepFinder:
             self._graph.optimizers.append(optimizer)
             return
         self._counts[id(optimizer)] += 1
+        self.stepped_s = time.monotonic()
         if not any(optimizer is each for each in self.stepped):
             self.stepped.append(optimizer)
         count = self._counts[id(optimizer)]

@@ -224,6 +224,7 @@ class _Capture:
             self._first_ended,
             self._went_on,
         )
+        self.finder.on_aside = lambda: self._evaluates(modes.recorder.muted)
         self.finder.is_aside = lambda: modes.meetings.is_aside
         self.finder.may_capture = _names_graphs
         modes.meetings.on_capture, modes.meetings.on_captured = self.finder.capturing, self.finder.captured
@@ -274,6 +275,12 @@ class _Capture:
             self._cut, self._until_s = True, time.monotonic() + _PATIENCE_S
         elif not is_to_train:
             self.done(_noted(self._so_far, _STOPPED))
+
+    def _evaluates(self, is_before: bool) -> None:
+        """Between two steps before the one that is looked at, a loop that goes on for long is ended."""
+        begun_s = self.finder.stepped_s
+        if is_before and begun_s and time.monotonic() - begun_s > _PATIENCE_S:
+            self._cut |= self.around.loaders.end_epoch(begun_s)
 
     def so_far(self, error: TilefitError | None) -> Step | TilefitError | None:
         """What came of a program that has ended, with this error, and has trained nothing, or only as if to

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.lowering import PAD
-from tilefit.ops import Conv, Gemm, Habit, Op, Step, StepOp, Streaming
+from tilefit.ops import Conv, Gemm, Op, Program, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import seconds, share, size
@@ -111,7 +110,7 @@ class Unfused(Rule):
             place=Place(),
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
             f"the GPU time, outside the Tensor Cores; compiled, {left}",
-            fix=_advice(habits),
+            fix=_advice(step.program),
             safety=SAFE,
             change=Change(step=fused, rewrite=fuse),
             arithmetic=(
@@ -121,9 +120,12 @@ class Unfused(Rule):
         )
 
 
-def _advice(habits: Iterable[Habit]) -> str:
+def _advice(program: Program | None) -> str:
     """What to write: past a compiled model its methods call its parts as they are."""
+    habits = program.habits if program else ()
     name = next((each.detail for each in habits if each.name == "called_by_a_method"), "")
+    if not name and program and (program.models[1:] or program.optimizers[1:]):
+        return "Compile each of the step's models: model = torch.compile(model)."
     if not name:
         return "Compile the model: model = torch.compile(model)."
     method = name.rpartition(".")[2]

@@ -91,7 +91,9 @@ class ParameterLoop(Rule):
         step = context.step
         if step.program is None or not step.program.was_run:
             return
-        for source, loops in _loops(step).items():
+        found = _loops(step)
+        in_step = [each for each, loops in found.items() if step.ops[loops[0][0]].phase == OPTIMIZER]
+        for source, loops in found.items():
             replaced: Edits = {}
             for indices in loops:
                 replaced |= instead(indices, *_together(step, indices))
@@ -99,7 +101,7 @@ class ParameterLoop(Rule):
             moved = sum(entry.op.moved_bytes for entry in entries)
             each = min(map(len, loops))
             forms = dict.fromkeys(f"torch._foreach_{form}" for entry in entries for form in _forms(entry))
-            own = _OPTIMIZER if any(entry.phase == OPTIMIZER for entry in entries) else ""
+            own = _OPTIMIZER if in_step == [source] else ""  # one of the program's own has several lines
             yield Proposal(
                 place=Place(source=source),
                 message=f"a loop over {counted(each, 'tensor')} of the parameters' shapes: "
