@@ -388,3 +388,11 @@ def test_derivatives_forward_launch_what_they_compute_alone() -> None:
         lambda self, x: torch.func.jvp(self.layer, (x,), (x,))[1], rows(4, 8), parts=layer, train=False
     )
     assert not {"aten._has_same_storage_numel", "aten._efficientzerotensor"} & set(names(step))
+
+
+def test_what_a_call_is_told_to_write_to_is_not_read() -> None:
+    def kept(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x, 2.0, out=torch.empty_like(x))
+
+    (entry,) = entries(captured(kept, rows(512, 512), train=False), Streaming)
+    assert (entry.op.read_bytes, entry.op.write_bytes) == (4 << 18, 4 << 18)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tilefit.capture.overlay import is_installed, overlaid
+from tilefit.capture.overlay import overlaid
+from tilefit.capture.packages import is_installed
+from tilefit.capture.sites import short_path
 
 
 @pytest.fixture
@@ -64,4 +67,13 @@ def test_what_is_no_file_of_the_users(path: str) -> None:
 
 
 def test_a_script_is_the_users(program: Path) -> None:
+    assert not is_installed(str(program / "overlay_main.py"))
+
+
+def test_what_pip_put_beside_a_program_is_installed(program: Path) -> None:
+    (program / "wheel-1.0.dist-info").mkdir()
+    (program / "wheel-1.0.dist-info" / "RECORD").write_text("overlay_lib/net.py,sha256=0,9\n../bin/run,,\n")
+    path = str(program / "overlay_lib" / "net.py")
+    assert is_installed(path)
+    assert short_path(path) == f"overlay_lib{os.sep}net.py"
     assert not is_installed(str(program / "overlay_main.py"))

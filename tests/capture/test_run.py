@@ -415,6 +415,26 @@ def test_the_batch_of_a_time_first_recurrent_model_is_not_its_length() -> None:
     assert capture(TimeFirst(batch_first=True), torch.empty(20, 35, 8)).batch == 20
 
 
+def test_as_many_features_as_samples_make_no_graph() -> None:
+    """What a weight multiplies are features; what multiplies them without one says which nodes are joined."""
+
+    class Gated(nn.Module):
+        def __init__(self, features: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(features, 8)
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * gate
+
+    class Graph(Gated):
+        def forward(self, x: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
+            return joined @ self.layer(x)
+
+    square = torch.empty(64, 64)
+    assert capture(Gated(64), (square, torch.empty(64, 8))).batch == 64
+    assert capture(Graph(48), (torch.empty(64, 48), square)).batch == 0
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_the_batch_of_a_time_first_transformer_is_not_its_length(batch_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, batch_first=batch_first)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tilefit import gpus
 from tilefit.capture.naming import program_file
@@ -14,7 +16,7 @@ from tilefit.cost.priced import resolve
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.patches import texts_of
 from tilefit.fixes.source.program import Files
-from tilefit.fixes.source.training import WRITERS
+from tilefit.fixes.source.training import WRITERS, at_once
 from tilefit.ops import OPTIMIZER, Fallback, HostEvent, Loader, Site, StepOp, Streaming
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT, Program
 from tilefit.options import ProgramOptions, Selection, TargetOptions
@@ -120,6 +122,38 @@ def test_a_change_is_written_where_the_program_was_seen(
     tmp_path: Path, code: str, at: str, level: str, old: str, new: str
 ) -> None:
     assert written(tmp_path, code, _TRAIN, at) == (level, _TRAIN.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("value", "listed"),
+    [
+        ("b.data", "B"),
+        (
+            "decay * a.data + (1 - decay) * b.data",
+            "torch._foreach_add(torch._foreach_mul(A, decay), torch._foreach_mul(B, 1 - decay))",
+        ),
+        ("(a.data - b.data) / decay", "torch._foreach_div(torch._foreach_sub(A, B), decay)"),
+        ("decay - b.data", None),
+        ("b.data * next(decays)", None),
+        ("b.data ** 2", None),
+    ],
+)
+def test_what_is_copied_into_each_parameter_is_computed_for_all(value: str, listed: str | None) -> None:
+    loop = f"for a, b in zip(x.parameters(), y.parameters()):\n    a.data.copy_({value})"
+    if listed is None:
+        with pytest.raises(RefusedError):
+            [*at_once(loop, "torch")]
+        return
+    a, b = (f"[each.data for each in {model}.parameters()]" for model in "xy")
+    wanted = re.sub(r"\b[AB]\b", lambda name: a if name.group() == "A" else b, listed)
+    (text,) = at_once(loop, "torch")
+    assert text == f"torch._foreach_copy_({a}, {wanted})"
+    models = [torch.nn.Linear(3, 2) for _ in range(4)]
+    for model, other in zip(models[:2], models[2:], strict=True):
+        other.load_state_dict(model.state_dict())
+    for code, (x, y) in ((loop, models[:2]), (text, models[2:])):
+        exec(code, {"torch": torch, "x": x, "y": y, "decay": 0.3})
+    assert all(map(torch.equal, models[0].parameters(), models[2].parameters()))
 
 
 def test_each_model_of_an_optimizer_is_compiled(tmp_path: Path) -> None:
@@ -355,7 +389,7 @@ for _ in range(4):
     optimizer.step()
     with torch.no_grad():
         for mean, p in zip(averaged.parameters(), net.parameters()):
-            mean.copy_(0.9 * mean + 0.1 * p)
+            mean.copy_(0.9 * mean + 0.1 * p.cos())
 """)
     request = request_for("NTC001", "FOR001")
     session = ProgramFixSession(request)
@@ -363,7 +397,7 @@ for _ in range(4):
     findings = {finding.code: finding for finding in session.assessment.findings}
     assert (patch.code, patch.where) == ("NTC001", "train.py:19")
     assert patch.gain_s == pytest.approx(findings["NTC001"].gain_s, rel=0.02)
-    assert {each.reason for each in session.patches.by_hand} == {"there is no multi-tensor form of copy_"}
+    assert {each.reason for each in session.patches.by_hand} == {"what it adds depends on each tensor"}
 
 
 def test_an_optimizer_that_cannot_be_fused_stays_as_it_is(

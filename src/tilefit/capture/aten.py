@@ -59,12 +59,13 @@ class Call:
         self.out = out
         self.name = f"{func.namespace}.{func._overloadpacket.__name__}"
         self.packet = func._overloadpacket.__name__
-        self.inputs = list(tensors((args, tuple(kwargs.values()))))
+        outs = {argument.name for argument in func._schema.arguments if argument.is_out} if kwargs else ()
+        self.inputs = list(tensors((args, [value for name, value in kwargs.items() if name not in outs])))
         self.outputs = list(tensors(out))
 
     @property
     def mutated(self) -> list[torch.Tensor]:
-        """The tensors that it writes into; those of ``out`` count as read."""
+        """The tensors that it writes into beside those of ``out``, which it returns."""
         return list(Schema.of(self.func).written(self.args, {}))
 
     def named(self, name: str) -> Any:

@@ -93,7 +93,7 @@ class Witness:
 
     def to_json(self) -> str:
         """What was read, and what it was, in one line."""
-        from tilefit.capture.overlay import is_installed
+        from tilefit.capture.packages import is_installed
 
         modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
         files = {os.path.abspath(file) for file in modules if file} | self._files

@@ -138,13 +138,17 @@ def batch_of(inputs: Any, ops: Iterable[StepOp]) -> int:
     sizes += [size for shape in shapes[:1] for size in shape[1:2] if size > 1]
     sizes += map(len, ragged)
     flop: Counter[int] = Counter()
+    weighed: set[tuple[int, ...]] = set()  # shapes of what is multiplied by a weight
     for entry in ops:
         if entry.phase == FORWARD:
             flop[_rows(entry)] += entry.op.flop
+            if isinstance(entry.op, Gemm) and entry.parameter:
+                weighed.update(ref.shape for ref in entry.inputs if not ref.parameter)
     least = (1 - _LEAST_ROWS) * flop.total()
     fitting = (size for size in sizes if sum(n for rows, n in flop.items() if not rows % size) >= least)
     batch = next(fitting, sizes[0] if sizes else 0)
-    return 0 if any(_is_graph(t, batch) for t in tensors(inputs)) and len(shapes) > 1 else batch
+    graphs = [tuple(t.shape) for t in tensors(inputs) if _is_graph(t, batch)]
+    return 0 if set(graphs) - weighed and len(shapes) > 1 else batch
 
 
 def _is_graph(tensor: torch.Tensor, nodes: int) -> bool:

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import io
 import os
-import site
 import sys
-import sysconfig
 import tokenize
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from importlib.machinery import SourceFileLoader
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
-from tilefit.version import FOLDER
-
-_INSTALLED = tuple(
-    os.path.realpath(folder) + os.sep
-    for folder in (
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        os.path.dirname(torch.__file__),
-        str(FOLDER),
-    )
-)
-
-
-@cache
-def is_installed(path: str) -> bool:
-    """Whether a file belongs to Python or to an installed package, or is no file at all."""
-    packages = {"site-packages", "dist-packages"} & {*path.split(os.sep)}
-    return not path or path.startswith("<") or bool(packages) or os.path.realpath(path).startswith(_INSTALLED)
+from tilefit.capture.packages import is_installed
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from tilefit.capture.packages import library_folder
 from tilefit.ops import Fallback, Op, Site
 from tilefit.ops.step import maker
 
@@ -63,17 +64,12 @@ def _maker(module: nn.Module) -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if not (_is_foreign(code.co_filename) or _is_installed(code.co_filename)):
+        if not (_is_foreign(code.co_filename) or library_folder(code.co_filename)):
             own = code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is module
             if not own:
                 return f"{short_path(code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def _is_installed(filename: str) -> bool:
-    """Whether a file belongs to an installed package."""
-    return "-packages" + os.sep in filename
 
 
 def _is_foreign(filename: str) -> bool:
@@ -247,6 +243,14 @@ class SiteTracker:
         end = call_end(frame.f_code, frame.f_lasti) if frame else None
         return f"{path}:{end[0]}:{end[1]}" if end else ""
 
+    def is_called_by(self, folder: str) -> bool:
+        """Whether the user's line that runs calls what goes on by way of PyTorch's files in a folder."""
+        frame: FrameType | None = sys._getframe(1)
+        _, user = self._users(frame)
+        while frame is not None and frame is not user and not frame.f_code.co_filename.startswith(folder):
+            frame = frame.f_back
+        return frame is not None and frame is not user
+
     def _users(self, frame: FrameType | None) -> tuple[str, FrameType | None]:
         while frame is not None and frame.f_code.co_filename != _DRIVER:
             if path := self._user_path(frame.f_code):
@@ -259,7 +263,7 @@ class SiteTracker:
         if path is None:
             path = "" if _is_foreign(code.co_filename) else short_path(code.co_filename)
             self._user_code[code] = path
-            if path and _is_installed(code.co_filename):
+            if path and library_folder(code.co_filename):
                 self.libraries[path.partition(os.sep)[0]] = None
         return path
 
@@ -280,8 +284,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def short_path(filename: str) -> str:
     """A file name as people refer to it: relative to here, or from its package on."""
-    marker = f"site-packages{os.sep}"
-    if marker in filename:
-        return filename.split(marker, 1)[1]
+    if library := library_folder(filename):
+        return os.path.relpath(filename, library)
     relative = os.path.relpath(filename) if os.path.isabs(filename) else filename
     return filename if relative.startswith("..") else relative

@@ -38,6 +38,8 @@ class CudaTensor(torch.Tensor):
         parts: Numbers and values of the elements that the program has made it of.
     """
 
+    __module__ = "torch"  # by which opt_einsum and autoray choose their functions
+
     on_meta: torch.Tensor
     value: Value | None
     entries: int | None = None

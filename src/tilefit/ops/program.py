@@ -12,6 +12,8 @@ from tilefit.ops.entries import Site
 WAIT, TO_GPU, TO_HOST = "wait", "to_gpu", "to_host"
 #: Name of a wait for an event behind which more was launched: it keeps the host from running too far ahead.
 EARLIER = "earlier event"
+#: The name of a read by which ``torch.distributions`` checks its arguments.
+VALIDATE_ARGS = "validate_args"
 _NUMBER_BYTES = 8
 
 

@@ -61,6 +61,15 @@ def test_a_batch_that_takes_long_is_given_again(monkeypatch: pytest.MonkeyPatch)
     assert loader.batch_s > 0.03
 
 
+def test_the_time_that_workers_take_to_start_is_no_batch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefit.capture.program.loaders._PATIENCE_S", 0.01)
+    with Loaders().watching() as loaders:
+        slow = {"num_workers": 1, "worker_init_fn": lambda number: time.sleep(1)}
+        next(iter(DataLoader(_Slow(), batch_size=8, **slow)))
+        (loader,) = loaders.of_step()
+    assert 0.016 < loader.batch_s < 0.5
+
+
 def test_workers_that_persist_give_each_epoch_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilefit.capture.program.loaders._PATIENCE_S", 0.01)
     with Loaders().watching() as loaders:

@@ -1044,3 +1044,129 @@ for _ in range(4):
     assert placed.program is not None
     # Forward, and in the backward pass: its gradient is zeroed in the same places.
     assert [event.name for event in placed.program.events] == ["nonzero"] * 2
+
+
+_ACTOR = """
+import torch
+from torch import nn
+from torch.distributions import Normal
+
+agent = nn.Linear(4, 2).to("cuda")
+optimizer = torch.optim.SGD(agent.parameters(), 1e-3)
+states = torch.zeros(64, 4, device="cuda")
+for update in range(4):
+    with torch.no_grad():
+        for time in range(20):
+            actions = Normal(agent(states), 1.0).sample()
+    for epoch in range(4):
+        optimizer.zero_grad()
+        (-Normal(agent(states), 1.0).log_prob(actions).mean()).backward()
+        optimizer.step()
+"""
+
+
+def test_what_an_agent_does_between_updates_is_said_to_be_left_out(tmp_path: Path) -> None:
+    step = _run(tmp_path, _ACTOR)
+    assert any("20 times" in note and "train.py:12" in note for note in step.notes)
+    assert not any("its models" in note for note in _run(tmp_path, _ACTOR.replace("(20)", "(3)")).notes)
+
+
+def test_a_distribution_that_checks_its_arguments_waits_and_is_told_how_not_to(tmp_path: Path) -> None:
+    step = _run(tmp_path, _ACTOR)
+    assert step.program is not None
+    assert Counter(event.name for event in step.program.events)["validate_args"] == 3  # two arguments, values
+    (gpu,) = resolve("h100-sxm")
+    found = Assessment(step, gpu).findings
+    (reads,) = (each for each in found if each.code == "SYN001")
+    assert "validate_args=False" in reads.fix
+    assert "total +=" not in reads.fix
+    unchecked = _run(tmp_path, _ACTOR.replace(", 1.0)", ", 1.0, validate_args=False)"))
+    assert unchecked.program is not None
+    assert {event.name for event in unchecked.program.events} == {"to"}  # the deviation, a number
+
+
+def test_an_optimizer_that_loops_for_a_sparse_gradient_is_told_apart(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import torch
+from torch import nn
+
+table = nn.EmbeddingBag(1000, 64, sparse=True, mode="sum")
+net = nn.Sequential(table, *(nn.Linear(64, 64) for _ in range(8))).to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step in range(9):
+    optimizer.zero_grad()
+    net(torch.randint(0, 1000, (128, 4)).to("cuda")).sum().backward()
+    optimizer.step()
+""",
+    )
+    (gpu,) = resolve("h100-sxm")
+    (loop,) = (each for each in Assessment(step, gpu).findings if each.code == "FOR001")
+    assert "sparse gradient" in loop.fix
+
+
+_EXTENDED = """
+import torch
+from torch import nn
+from torch.utils import cpp_extension
+from deepspeed.ops.adam.fused_adam import FusedAdam
+
+try:
+    cpp_extension.load("gelu", sources=["gelu.cpp", "gelu.cu"])
+except ANY:
+    pass
+net = nn.Linear(64, 64).to("cuda")
+optimizer = FusedAdam(net.parameters(), lr=1e-3, adam_w_mode=True, set_grad_none=True)
+for step in range(9):
+    optimizer.zero_grad()
+    net(torch.randn(128, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_kernels_that_a_program_would_compile_are_pytorch_s_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's compiles one when it is made; who compiles others, and can do without them, does."""
+    folder = tmp_path / "deepspeed" / "ops" / "adam"
+    folder.mkdir(parents=True)
+    (folder / "fused_adam.py").write_text("class FusedAdam:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    step = _run(tmp_path, _EXTENDED.replace("ANY", "Exception"))
+    assert step.program is not None
+    assert step.program.step.endswith("FusedAdam fused")
+    with pytest.raises(TilefitError, match="the extension gelu would be compiled") as error:
+        _run(tmp_path, _EXTENDED.replace("ANY", "KeyError"))
+    assert error.value.where.endswith("train.py:8")
+
+
+def test_an_evaluation_between_steps_that_goes_on_for_long_is_ended(tmp_path: Path) -> None:
+    step = _run(
+        tmp_path,
+        """
+import time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+net = nn.Linear(8, 8).to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+loader = DataLoader(TensorDataset(torch.zeros(5, 8)))
+validation = DataLoader(TensorDataset(torch.zeros(3000, 8)))
+for number, (x,) in enumerate(loader):
+    optimizer.zero_grad()
+    net(x.to("cuda")).sum().backward()
+    optimizer.step()
+    if number == 0:
+        net.eval()
+        with torch.no_grad():
+            for length, (x,) in enumerate(validation, 1):
+                net(torch.zeros(length, 8, device="cuda"))
+                time.sleep(0.1)
+        net.train()
+""",
+    )
+    assert step.program is not None
+    assert step.program.steps == 3  # the loop that trains goes on
+    assert any("were ended after some seconds" in note for note in step.notes)

@@ -402,6 +402,12 @@ class TestParameterLoop:
             alone = self.loop(alone, "aten.mul", times=1)
         assert not findings(alone, h200, "FOR001")
 
+    def test_a_small_model_has_its_loops_too(self, h200: Gpu) -> None:
+        """Six parameters, two products for each, as of a target network that follows."""
+        step = self.loop(train(rows=64), "aten.mul", "aten.add", "aten.copy_", times=6)
+        (found,) = findings(step, h200, "FOR001")
+        assert found.message == "a loop over 6 tensors of the parameters' shapes: mul, add, copy_"
+
     def test_few_operations_others_shapes_and_modules_are_no_loop(self, h200: Gpu) -> None:
         assert not findings(self.loop(train(rows=64), "aten.mul", times=7), h200, "FOR001")
         assert not findings(self.loop(train(rows=64), "aten.mul", shape=(7, 512)), h200, "FOR001")

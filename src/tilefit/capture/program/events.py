@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,11 +22,14 @@ from tilefit.ops.program import (
     EXCHANGE,
     RECORD,
     TO_STREAM,
+    VALIDATE_ARGS,
     WAIT,
     Assumption,
     Exchange,
     Ordered,
 )
+
+_DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__)
 
 
 class Meetings:
@@ -101,6 +105,7 @@ class Meetings:
         if event and not any(o.kind == RECORD and o.number == event for o in self._latest()):
             name = EARLIER
         name = self.calls.asking.strip("_") or name if name == "item" else name
+        name = VALIDATE_ARGS if self.recorder.sites.is_called_by(_DISTRIBUTIONS) else name
         self.recorder.met(WAIT, name, event=event, after=len(self.order))
 
     def _latest(self) -> Iterator[Ordered]:

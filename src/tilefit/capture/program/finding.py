@@ -3,6 +3,7 @@ to the next."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from tilefit.capture.program.events import Captured
 _INTERLEAVED = 40
 #: An optimizer that was made and has not stepped when another has stepped so often is not waited for.
 _PATIENCE = 12
-
+#: So few calls before the first step are not worth a word: they make lazy layers, say. A choice.
+_FEW = 8
 
 #: A model, by its identity, and the lines that it is called from.
 _Called = tuple[int, tuple[str, ...]]
@@ -52,6 +54,7 @@ class StepFinder:
     Attributes:
         is_aside: Whether the program is on another stream than the first.
         may_capture: Whether the program says somewhere that it captures a CUDA graph.
+        on_aside: Told whenever a model is called and not trained though one was trained before.
     """
 
     def __init__(
@@ -68,6 +71,9 @@ class StepFinder:
         self._skip, self._steps = skip, steps
         self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
         self._stack = lines
+        self.on_aside: Callable[[], None] = lambda: None
+        #: When an optimizer stepped last, by the monotonic clock.
+        self.stepped_s = 0.0
         self.is_aside: Callable[[], bool] = lambda: False
         self.may_capture: Callable[[], bool] = lambda: False
         #: The CUDA graph that is being captured, how often one was replayed in which an optimizer steps, and
@@ -79,6 +85,8 @@ class StepFinder:
         #: How often which model was called from which lines, and what was called when the step began last.
         self._calls: Counter[_Called] = Counter()
         self._called: _Called = (0, ())
+        #: How often models were called at which line before anything was trained.
+        self._acted: Counter[str] = Counter()
         self._called_at = 0
         self._has_ended = False
         #: The models of the step; how often one was called again since, and had been when others were called
@@ -123,8 +131,8 @@ class StepFinder:
 
     @property
     def is_to_train(self) -> bool:
-        """Whether an optimizer was made that has something to train."""
-        return any(map(_trained, self._made))
+        """Whether there is an optimizer, of parameters that may be frozen until they are trained."""
+        return bool(self._made)
 
     @property
     def may_widen(self) -> bool:
@@ -135,6 +143,19 @@ class StepFinder:
     def was_to_train(self) -> bool:
         """Whether an optimizer was ever made, even where nothing holds it any more."""
         return bool(self._lines)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the program did with its models before it trained, and may do again between other steps."""
+        count = 0 if self.infers else self._acted.total()
+        if count <= _FEW:
+            return ()
+        ((place, most),) = self._acted.most_common(1)
+        place = place and f", {most:,} of them at {place}"
+        return (
+            f"Before it trained the program called its models {count:,} times{place}, as to evaluate or to "
+            "act: what it does so between other steps is not in the time of this one.",
+        )
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -175,11 +196,14 @@ class StepFinder:
             return
         trains = getattr(model, "training", False) and torch.is_grad_enabled()
         if not self.infers:
+            if not trains:
+                self.on_aside()
             return
         if trains and self.is_to_train:
             self.forwards += 1
             return
         key = id(model), self._stack()
+        self._acted["".join(key[1][:1])] += 1
         if self._has_ended:
             self._called_behind(model, key)
             return
@@ -246,6 +270,7 @@ class StepFinder:
             self._graph.optimizers.append(optimizer)
             return
         self._counts[id(optimizer)] += 1
+        self.stepped_s = time.monotonic()
         if not any(optimizer is each for each in self.stepped):
             self.stepped.append(optimizer)
         count = self._counts[id(optimizer)]

@@ -29,7 +29,7 @@ _PATIENCE_S = 2.0
 
 @dataclass
 class _Slow:
-    """A batch that took long, and its seconds; 0 where it is made up."""
+    """A batch that took long, and its seconds; 0 where it is made up, or came from a worker."""
 
     batch: Any
     seconds: float
@@ -74,6 +74,7 @@ class Loaders:
         def begun(loader: DataLoader[Any]) -> Any:
             iterator: Any = iterate(loader)  # that of the last epoch where workers persist
             iterator._tilefit_given, iterator._tilefit_ends = 0, False
+            iterator._tilefit_begun_s = time.monotonic()
             return iterator
 
         def drawn(iterator: Any) -> Any:
@@ -98,7 +99,8 @@ class Loaders:
                 self._found.append(
                     f"batches of {line}: the first, which took {seconds:.1f} s, again and again"
                 )
-                timed = seconds if before == self._made_up() else 0.0
+                # Workers took a part of it to start.
+                timed = seconds if before == self._made_up() and not loader.num_workers else 0.0
                 self._slow[loader] = _Slow(self._again(iterator, batch), timed)
             return batch
 
@@ -116,12 +118,12 @@ class Loaders:
         with patch.object(self, "drawing", True):
             return pin(copy.deepcopy(batch))
 
-    def end_epoch(self) -> bool:
-        """What is being drawn from now gives no further batch; whether there is such. Streams go on: who
-        reads one that never ends is not prepared for its end."""
+    def end_epoch(self, since_s: float = 0.0) -> bool:
+        """What is being drawn from now gives no further batch, if its loop began after ``since_s``; whether
+        there is such. Streams go on: who reads one that never ends is not prepared for its end."""
         fed = [loader for loader, _ in self._fed.values() if isinstance(loader.sampler, Sized)]
         running = [each for loader in fed if (each := self._drawn[loader]()) is not None]
-        running = [each for each in running if not each._tilefit_ends]
+        running = [each for each in running if not each._tilefit_ends and each._tilefit_begun_s > since_s]
         for iterator in running:
             iterator._tilefit_ends = True
         return bool(running)
@@ -150,7 +152,7 @@ class Loaders:
 
     def _timed(self, loader: DataLoader[Any]) -> tuple[float, int]:
         """Seconds a batch takes one process, and how many were timed; zeros where they cannot be."""
-        if slow := self._slow.get(loader):
+        if (slow := self._slow.get(loader)) and not loader.num_workers:
             return slow.seconds, int(slow.seconds > 0)
         if loader._dataset_kind != _DatasetKind.Map:
             return 0.0, 0  # what a stream has given is gone

@@ -20,9 +20,11 @@ from typing import NoReturn
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tilefit.capture.overlay import is_installed, overlaid
+from tilefit.capture.overlay import overlaid
+from tilefit.capture.packages import is_installed
 from tilefit.capture.program.contained import Surroundings, contained
 from tilefit.capture.program.distributed import one_rank
+from tilefit.capture.program.extensions import replaced
 from tilefit.capture.program.finding import StepFinder
 from tilefit.capture.program.idle import when_idle
 from tilefit.capture.program.invariants import ON_CPU
@@ -107,7 +109,7 @@ def on_emulated_gpu(
         modes = ProgramModes(gpu, mail)
         modes.meetings.is_loading = lambda: around.loaders.drawing
         tools = changed({"pynvml": lambda module: nvml.answer(module, gpu, modes.meetings)})
-        with one_rank(modes.recorder), noting_makers(), tools, modes.running():
+        with one_rank(modes.recorder), noting_makers(), tools, replaced(), modes.running():
             yield around, modes
 
 
@@ -222,6 +224,7 @@ class _Capture:
             self._first_ended,
             self._went_on,
         )
+        self.finder.on_aside = lambda: self._evaluates(modes.recorder.muted)
         self.finder.is_aside = lambda: modes.meetings.is_aside
         self.finder.may_capture = _names_graphs
         modes.meetings.on_capture, modes.meetings.on_captured = self.finder.capturing, self.finder.captured
@@ -273,6 +276,12 @@ class _Capture:
         elif not is_to_train:
             self.done(_noted(self._so_far, _STOPPED))
 
+    def _evaluates(self, is_before: bool) -> None:
+        """Between two steps before the one that is looked at, a loop that goes on for long is ended."""
+        begun_s = self.finder.stepped_s
+        if is_before and begun_s and time.monotonic() - begun_s > _PATIENCE_S:
+            self._cut |= self.around.loaders.end_epoch(begun_s)
+
     def so_far(self, error: TilefitError | None) -> Step | TilefitError | None:
         """What came of a program that has ended, with this error, and has trained nothing, or only as if to
         warm up; None of others."""
@@ -314,8 +323,8 @@ class _Capture:
         first = self._first if self.finder.infers and self.finder.began_with_it else None
         if isinstance(first, Step) and first.inputs != step.inputs:
             step = replace(step, prompt=first)
-        step = replace(step, program=program)
-        return replace(step, notes=(*step.notes, _CUT)) if self._cut else step
+        notes = [*self.finder.notes, *([_CUT] if self._cut else [])]
+        return replace(step, program=program, notes=(*step.notes, *notes))
 
 
 def _names_graphs() -> bool:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tilefit.capture.overlay import is_installed
+from tilefit.capture.packages import is_installed
 from tilefit.capture.sites import call_end
 from tilefit.fixes.source.values import Place, written_in
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tilefit.capture import capture
 from tilefit.capture.naming import has_source
-from tilefit.capture.overlay import is_installed
+from tilefit.capture.packages import is_installed
 from tilefit.capture.sites import SiteTracker
 from tilefit.capture.targets import Target, load
 from tilefit.fixes.changes.fix import RefusedError, refuse

@@ -386,13 +386,23 @@ def _loop_at_once(finding: Finding, context: Context, files: Files) -> Change:
 
 
 #: In-place methods of tensors that ``torch._foreach_`` has under the same name.
-_METHODS = frozenset("mul_ add_ sub_ div_ lerp_ addcmul_ addcdiv_ clamp_min_ clamp_max_ neg_ zero_".split())
+_METHODS = frozenset(
+    "mul_ add_ sub_ div_ lerp_ addcmul_ addcdiv_ clamp_min_ clamp_max_ copy_ neg_ zero_".split()
+)
+#: What arithmetic on tensors is called there, and whether its sides may change places.
+_OPERATORS = {
+    ast.Add: ("add", True),
+    ast.Mult: ("mul", True),
+    ast.Sub: ("sub", False),
+    ast.Div: ("div", False),
+}
 
 
 def at_once(loop: str, torch: str) -> Iterator[str]:
     """The statements that do to all tensors at once what the body of a loop does to each.
 
-    ``for a, b in zip(x.parameters(), y.parameters()): a.mul_(d).add_(b, alpha=1 - d)``.
+    ``for a, b in zip(x.parameters(), y.parameters()): a.mul_(d).add_(b, alpha=1 - d)``, or
+    ``a.copy_(d * a + (1 - d) * b)``.
 
     Raises:
         RefusedError: the loop is another.
@@ -413,12 +423,26 @@ def at_once(loop: str, torch: str) -> Iterator[str]:
     for name, each in operations:
         arguments = [written_to]
         for argument in (*each.args, *each.keywords):
-            names = {node.id for node in ast.walk(argument) if isinstance(node, ast.Name)}
-            listed = _listed(argument, lists)
-            is_other = names & lists.keys() or not _is_steady(argument)
-            refuse(not listed and is_other, "what it adds depends on each tensor")
-            arguments.append(listed or str(ast.get_source_segment(loop, argument)))
+            arguments.append(_of_all(argument, lists, torch) or str(ast.get_source_segment(loop, argument)))
         yield f"{torch}._foreach_{name}({', '.join(arguments)})"
+
+
+def _of_all(value: ast.AST, lists: Mapping[str, str], torch: str) -> str:
+    """The list of what an expression is for each tensor; empty where it is the same for all."""
+    if listed := _listed(value, lists):
+        return listed
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    if not names & lists.keys() and _is_steady(value):
+        return ""
+    match value:
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+            name, turns = _OPERATORS[type(operator)]
+            sides = [_of_all(side, lists, torch) for side in (left, right)]
+            if turns and not sides[0]:
+                (left, right), sides = (right, left), sides[::-1]
+            if sides[0]:
+                return f"{torch}._foreach_{name}({sides[0]}, {sides[1] or ast.unparse(right)})"
+    raise RefusedError("what it adds depends on each tensor")
 
 
 def _lists(loop: str, target: ast.expr, over: ast.expr) -> dict[str, str]:

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tilefit.capture.overlay import is_installed
+from tilefit.capture.packages import is_installed
 
 #: The file, the line (from 1) and the column (from 0, in bytes of UTF-8).
 Place = tuple[str, int, int]

@@ -110,15 +110,16 @@ class AttentionChain:
 
 def attention_chains(flow: Flow) -> Iterator[AttentionChain]:
     """The attentions of a step that are written out by hand."""
+    averages = _unread_averages(flow)
     for index, entry in enumerate(flow.step.ops):
         is_softmax = entry.op.category == "softmax"
         if is_softmax and entry.phase == FORWARD and entry.site.fallback is None:
-            chain = _chain(flow, index)
+            chain = _chain(flow, index, averages)
             if chain is not None:
                 yield chain
 
 
-def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
+def _chain(flow: Flow, softmax: int, averages: set[int]) -> AttentionChain | None:
     step = flow.step
     entry = step.ops[softmax]
     scores = entry.inputs[0]
@@ -128,8 +129,6 @@ def _chain(flow: Flow, softmax: int) -> AttentionChain | None:
     def to_product(follow: Callable[[int], int | None], of: frozenset[str]) -> list[int] | None:
         passes = partial(_keeps_scores, scores=elements(scores), of=of)
         return flow.way(softmax, follow, _is_gemm, passes, most=9)
-
-    averages = _unread_averages(flow)
 
     def only_reader(index: int) -> int | None:
         return flow.after(index, entry.phase, averages)

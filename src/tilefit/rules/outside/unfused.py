@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.lowering import PAD
 from tilefit.gpus import Gpu
-from tilefit.ops import Conv, Gemm, Habit, Op, Step, StepOp, Streaming
+from tilefit.ops import Conv, Gemm, Op, Program, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.outside.graphs import is_replayable, replayed
@@ -113,7 +112,7 @@ class Unfused(Rule):
             place=Place(),
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
             f"the GPU time, outside the Tensor Cores; compiled, {left}",
-            fix=_advice(habits) + _replayed(fused, after, gpu),
+            fix=_advice(step.program) + _replayed(fused, after, gpu),
             safety=SAFE,
             change=Change(step=fused, rewrite=fuse),
             arithmetic=(
@@ -132,9 +131,12 @@ def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> str:
     return f" The host still limits the compiled step: {graphs}."
 
 
-def _advice(habits: Iterable[Habit]) -> str:
+def _advice(program: Program | None) -> str:
     """What to write: past a compiled model its methods call its parts as they are."""
+    habits = program.habits if program else ()
     name = next((each.detail for each in habits if each.name == "called_by_a_method"), "")
+    if not name and program and (program.models[1:] or program.optimizers[1:]):
+        return "Compile each of the step's models: model = torch.compile(model)."
     if not name:
         return "Compile the model: model = torch.compile(model)."
     method = name.rpartition(".")[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilefit.ops.program import EARLIER, TO_GPU
+from tilefit.ops.program import EARLIER, TO_GPU, VALIDATE_ARGS
 from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.outside.optimizer import unfused_updates
@@ -29,6 +29,10 @@ _LATER = "Keep it on the GPU (total += loss.detach()) and read it every hundredt
 _WITHIN = (
     "What a model's forward pass reads itself decides what it does next: choose by torch.where, or tell the "
     "model from outside what the host knows, such as whether there is a mask."
+)
+_CHECKED = (
+    "torch.distributions reads whether its arguments are valid: Normal(…, validate_args=False), or once "
+    "Distribution.set_default_validate_args(False)."
 )
 _NEXT = (
     "Launch the next call before what this one made is read (copy it with non_blocking=True and wait for an "
@@ -97,15 +101,17 @@ class HostWaits(Rule):
         copies = [event for event in events if event.kind == TO_GPU and event.blocks]
         sized = sum(event.name in _SIZED for event in gone)
         ordered = sum(event.name == COALESCE for event in gone)
+        checked = sum(event.name == VALIDATE_ARGS for event in gone)
         fused = 0 if stays else len(scaler)
-        within = sum(event.within for event in gone if event.name not in {*_SIZED, COALESCE})
-        values = len(gone) - sized - ordered - fused - within
+        within = sum(event.within for event in gone if event.name not in {*_SIZED, COALESCE, VALIDATE_ARGS})
+        values = len(gone) - sized - ordered - checked - fused - within
         later = _LATER if step.settings.training else _NEXT
         cures = {
             later: values,
             _WITHIN: within,
             _ON_GPU: sized,
             _SORTED: ordered,
+            _CHECKED: checked,
             _FUSED: fused,
             _COPIES: len(copies),
         }

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from tilefit.ops import Step, StepOp, Streaming
+from tilefit.ops import OPTIMIZER, Step, StepOp, Streaming
 from tilefit.ops.streaming import multi_tensor_launches
 from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.merging import instead, together
 from tilefit.units import count, counted, size
 
-#: So many alike from one line are a loop.
+#: So many from one line are a loop, of which so many are alike.
 _MANY = 8
+_ALIKE = 4
 #: The share of them that have a parameter's shape.
 _OF_PARAMETERS = 0.9
 #: What PyTorch has for lists of tensors: ``torch._foreach_…``, and with a ``_`` behind it in place.
@@ -32,6 +33,11 @@ _OTHERWISE = {
     "relu": ("clamp_min_",),
     "to_copy": ("copy_",),
 }
+#: What makes one of PyTorch's optimizers loop.
+_OPTIMIZER = (
+    " One of PyTorch's optimizers loops with foreach=False, and where a parameter has a sparse gradient: "
+    "give tables an optimizer of their own."
+)
 
 
 class ParameterLoop(Rule):
@@ -85,19 +91,22 @@ class ParameterLoop(Rule):
         step = context.step
         if step.program is None or not step.program.was_run:
             return
-        for source, loops in _loops(step).items():
+        found = _loops(step)
+        in_step = [each for each, loops in found.items() if step.ops[loops[0][0]].phase == OPTIMIZER]
+        for source, loops in found.items():
             replaced: Edits = {}
             for indices in loops:
                 replaced |= instead(indices, *_together(step, indices))
             entries = [step.ops[index] for index in replaced]
             moved = sum(entry.op.moved_bytes for entry in entries)
-            each = max(map(len, loops))
+            each = min(map(len, loops))
             forms = dict.fromkeys(f"torch._foreach_{form}" for entry in entries for form in _forms(entry))
+            own = _OPTIMIZER if in_step == [source] else ""  # one of the program's own has several lines
             yield Proposal(
                 place=Place(source=source),
                 message=f"a loop over {counted(each, 'tensor')} of the parameters' shapes: "
                 f"{', '.join(dict.fromkeys(entry.name.removeprefix('aten.') for entry in entries))}",
-                fix=f"Do it to all of them at once: {', '.join(forms)}; or PyTorch's own function.",
+                fix=f"Do it to all of them at once: {', '.join(forms)}; or PyTorch's own function.{own}",
                 safety=SAFE,
                 change=Change(replaced),
                 arithmetic=(
@@ -128,15 +137,15 @@ def _loops(step: Step) -> dict[str, list[list[int]]]:
                 any(ref.shape in shapes for ref in (*entry.inputs, *entry.outputs))
                 for entry in (step.ops[index] for index in indices)
             )
-            if len(indices) >= _MANY and fitting >= _OF_PARAMETERS * len(indices):
+            if len(indices) >= _ALIKE and fitting >= _OF_PARAMETERS * len(indices):
                 loops[source].append(indices)
-    return loops
+    return {source: alike for source, alike in loops.items() if sum(map(len, alike)) >= _MANY}
 
 
 def _independent(step: Step, group: list[int]) -> list[list[int]]:
     """Operations in groups of which none needs what another made: what is iterated for each parameter, as by
     Muon, can be done for all parameters at once, not for all iterations."""
-    if len(group) < _MANY:
+    if len(group) < _ALIKE:
         return []
     members = set(group)
     made: dict[int, int] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from tilefit.capture.overlay import is_installed
+from tilefit.capture.packages import is_installed
 from tilefit.capture.program.fake_data import made
 from tilefit.capture.program.fake_data.sources import Sources
 from tilefit.capture.program.known import KNOWN

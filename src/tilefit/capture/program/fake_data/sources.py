@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
-from tilefit.capture.overlay import is_installed
+from tilefit.capture.packages import is_installed
 from tilefit.capture.sites import short_path, user_frames, user_line
 from tilefit.errors import TargetError, TilefitError
 
