@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from math import prod
 
 from tilefit.errors import UsageError
 from tilefit.ops.base import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Growth, Op
-from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.entries import Parameter, StepOp, TensorRef
 from tilefit.ops.step import Step
 
@@ -48,7 +46,7 @@ def scale_batch(step: Step, factor: float) -> Step:
         if scaled is None:
             scaled = known[entry.op, growth] = entry.op.on_batch(growth)
         inputs, outputs = (tuple(map(scaled_ref, refs)) for refs in (entry.inputs, entry.outputs))
-        ops.append(StepOp(scaled, entry.phase, entry.site, entry.name, inputs, outputs, entry.recomputed))
+        ops.append(entry.having(scaled, inputs, outputs))
     return replace(
         step,
         ops=tuple(ops),
@@ -105,15 +103,14 @@ def _shares(tensors: tuple[TensorRef, ...], fixed: set[int]) -> tuple[int, int]:
     """Bytes that stay, bytes that scale."""
     stay = grow = 0
     for ref in tensors:
-        size = prod(ref.shape) * size_bytes(ref.dtype)
         if _stays(ref, fixed):
-            stay += size
+            stay += ref.bytes
         else:
-            grow += size
+            grow += ref.bytes
     return stay, grow
 
 
 def _grows(entry: StepOp, fixed: set[int]) -> bool:
     """Whether the largest operand of an operation scales."""
-    largest = max((*entry.inputs, *entry.outputs), key=lambda ref: prod(ref.shape), default=None)
+    largest = max((*entry.inputs, *entry.outputs), key=lambda ref: ref.elements, default=None)
     return largest is None or not _stays(largest, fixed)
