@@ -14,11 +14,11 @@ _SCALE = ("loss scale",)
 class ClipOnScaled(PrecisionRule, code="AMP001", severity=ERROR, needs=_SCALE):
     """Gradients are clipped while they still carry the loss scale.
 
-    What it sees: `clip_grad_norm_`, `clip_grad_value_` or clipping by hand between the scaled backward pass
-    and `unscale_`, in hooks as well. The scale of every gradient is followed exactly; no threshold is
-    involved. A limit of inf, used to log the norm, changes nothing and is a note: the logged norm is too
-    large by the scale. A constant that the loss was multiplied by counts as a scale once it is divided
-    out.
+    What it sees: `clip_grad_norm_` or clipping to a norm by hand between the scaled backward pass and
+    `unscale_`, in hooks as well; `clip_grad_value_` is AMP002's. The scale of every gradient is followed
+    exactly; no threshold is involved. A limit of inf, used to log the norm, changes nothing and is a note:
+    the logged norm is too large by the scale. A constant that the loss was multiplied by counts as a scale
+    once it is divided out.
 
     Why nobody notices: With a scale of 65536 a limit of 1.0 acts as 1.5e-5. Every gradient is clipped, all of
     them to the same small norm; Adam divides that out in part, and a flat loss curve hides the rest.
@@ -68,9 +68,10 @@ class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE
     """Something is added to, clamped in or put in place of gradients that still carry the loss scale.
 
     What it sees: Between the scaled backward pass and `unscale_`, an operation that writes to a gradient and
-    does not commute with the scale: a penalty, noise, `clamp_`, `nan_to_num_`, a gradient replaced by a
-    function of itself. What commutes is fine: averaging over ranks, multiplying by a number or a mask,
-    clearing, dividing by the scale by hand. Hooks on gradients are looked at too.
+    does not commute with the scale: a penalty, noise, `clamp_` (that of `clip_grad_value_` too),
+    `nan_to_num_`, a gradient replaced by a function of itself. What commutes is fine: averaging over ranks,
+    multiplying by a number or a mask, clearing, dividing by the scale by hand. Hooks on gradients are looked
+    at too.
 
     Why nobody notices: The optimizer divides what was added by the scale: with 65536, a weight decay of 1e-3
     acts as 1.5e-8. And `nan_to_num_` hides from the scaler the inf it must see to skip the step.
