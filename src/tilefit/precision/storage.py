@@ -470,7 +470,7 @@ class Losses(Tracker, Observer):
         chain, passes, source = begins.here.chain, begins.here.cycle.passes, user_line()
         if not any(gradient.state.fresh for gradient in self._ledger.gradients):
             passes.clear()
-        passes.append(Pass(source, chain.factor if chain.mean else None))
+        passes.append(Pass(source, chain.factor if chain.mean else None, begins.here.leaves))
         if len(passes) > 1:
             self._recorder.facts.add("accumulation")
         if chain.half is None:
@@ -491,10 +491,16 @@ class Losses(Tracker, Observer):
     def on_stepped(self, stepped: Stepped) -> None:
         """They have fed a step."""
         cycle, name = self._ledger.here.cycle, type(stepped.optimizer).__name__
-        passes, multiplied = cycle.passes, set(cycle.multiplied.values()) or {1.0}
-        if not self._recorder.looking or len(passes) < 2 or len(set(passes)) != 1:
+        multiplied, own = (
+            set(cycle.multiplied.values()) or {1.0},
+            {*map(id, parameters_of(stepped.optimizer))},
+        )
+        # Those of other models are none of its business; what it holds may be copies that none reaches.
+        mine = [each for each in cycle.passes if each.reached is None or own & each.reached]
+        passes = mine or cycle.passes
+        if not self._recorder.looking or len({each[:2] for each in passes}) != 1 or len(passes) < 2:
             return
-        source, factor = passes[0]
+        source, factor, _ = passes[0]
         # What the user's own code multiplies gradients by may be the average; unseen, it may be anything.
         if factor is not None and self._ledger.closely and len(multiplied) == 1:
             factor *= multiplied.pop()
