@@ -317,11 +317,17 @@ class Accumulators(Tracker, Observer):
             return
         if not any(tensor.dtype in HALF or id(tensor) in self._made for tensor in operands):
             return
-        if name == "sub" and len(operands) == 2:
-            self._looks_back(*operands)
+        if name == "sub" and len(operands) == 2 and self._looks_back(*operands):
+            for out in tensors_in([call.out]):
+                self._made.pop(id(out), None)  # of how it was rounded fp32 says nothing
+            return
         if name in ("copy", "clone") and (place := _place(operands[-1])) in self._sums:
-            self._keep(self._sums[place], call.out)
-            self._moves(place)
+            held = self._sums.get(_place(call.out))
+            if held is None or not held.weights:
+                self._keep(self._sums[place], call.out)
+                self._moves(place)
+            else:
+                self._made_now.pop(place, None)  # weights have moved above
         outs, in_place = tensors_in([call.out]), call.name.endswith("_")
         if not all(map(has_values, outs)) or (in_place and not any(map(self._made.of, outs))):
             return
@@ -378,14 +384,17 @@ class Accumulators(Tracker, Observer):
         known = self._weights.setdefault((call.source, name, target.dtype), _Sum(module=name, weights=True))
         return self._keep(known, target)
 
-    def _looks_back(self, minuend: Tensor, subtrahend: Tensor) -> None:
+    def _looks_back(self, minuend: Tensor, subtrahend: Tensor) -> bool:
         """What was made of a sum, less the sum, tells what was rounded away; so does a sum, less its past."""
         made, copied, place = self._made.of(minuend), self._made.of(subtrahend), _place(subtrahend)
         if copied is not None and len(copied.bases) == 1 and place not in self._sums:
             ((base, (values, _)),) = copied.bases.items()
             place = base if base in self._sums and torch.equal(values, copied.values) else place
-        if place in self._sums and (place == _place(minuend) or (made is not None and place in made.bases)):
+        past = {_place(minuend), *(made.bases if made is not None else ())}
+        looks = place in self._sums and place in past
+        if looks:
             self._sums[place].compensated = True
+        return looks
 
     def _succeeds(self, call: Call, out: Tensor, made: _Made) -> None:
         """A new tensor may be an old one's successor, and this the first of them."""
