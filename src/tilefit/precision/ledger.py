@@ -543,11 +543,12 @@ class Ledger:
     def divide(self, scaler: Any, optimizer: Optimizer) -> None:
         """Judge that a scaler divides an optimizer's gradients by its scale, which they lose."""
         known, figures = self.scaler(scaler), self._of_step(optimizer, scaler=True)
+        carried_now = (mark for gradient in self.present(optimizer) for mark in gradient.state.marks)
+        foreign = not any(mark.scaler == known.number for mark in carried_now)
         other = next((n for key, n in known.stepped_before.items() if key != id(optimizer)), "")
 
         def of_division(marks: Marks) -> dict[str, Any]:
             carried = None if known.previous is None else float(known.previous)
-            foreign = not any(mark.scaler == known.number for mark in marks)
             more = {"carried": carried, "other": other, "foreign": foreign}
             return figures(marks) | {"scale": scale_of(scaler), **more}
 
