@@ -97,14 +97,6 @@ def test_the_spread_shows_that_times_changed() -> None:
     assert timer.measure(lambda: drifting.call(1e-3), drifting).spread > 0.1
 
 
-def test_interleaving_cancels_a_drift() -> None:
-    device = FakeDevice(drift=0.05)
-    a, b, ratio = timer.compare(lambda: device.call(1e-3), lambda: device.call(2e-3), device)
-    assert ratio == pytest.approx(2.0, rel=0.05)
-    assert a.spread > 0.2
-    assert b.spread > 0.2
-
-
 def test_the_card_s_state_is_recorded() -> None:
     device = FakeDevice()
     clocks = timer.measure(lambda: device.call(1e-3), device).clocks

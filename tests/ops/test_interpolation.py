@@ -41,6 +41,15 @@ def test_the_step_at_a_batch_that_was_not_captured() -> None:
         assert [entry.op for entry in at(37).ops] == [entry.op for entry in model(batch=37).ops]
 
 
+def test_what_is_replayed_from_a_cuda_graph_is_so_at_every_size() -> None:
+    captured = {n: attention(n) for n in (64, 512, 1024)}
+    at = interpolate(
+        {n: replace(s, ops=tuple(replace(e, replayed=True) for e in s.ops)) for n, s in captured.items()}
+    )
+    assert at is not None
+    assert all(entry.replayed for entry in at(300).ops)
+
+
 def test_a_capture_is_returned_as_it_is() -> None:
     steps = {n: attention(n) for n in (64, 512, 1024)}
     at = interpolate(steps)

@@ -53,6 +53,14 @@ def test_gradients_of_parameters_stay() -> None:
     assert scale_batch(step, 4).ops[-1].op == step.ops[-1].op
 
 
+def test_what_is_replayed_from_a_cuda_graph_or_runs_beside_compiled_code_does_so_on_any_batch() -> None:
+    b = StepBuilder(8)
+    b.linear("fc", 1024, 512, 256)
+    ops = tuple(replace(entry, replayed=True, eager=True, recomputed=True) for entry in b.step().ops)
+    for entry in scale_batch(replace(b.step(), ops=ops), 2).ops:
+        assert (entry.replayed, entry.eager, entry.recomputed) == (True, True, True)
+
+
 @pytest.mark.parametrize("factor", [4, 0.25])
 def test_a_scaled_step_is_compiled_like_a_captured_one(factor: float) -> None:
     def compiled(step: Step) -> tuple[int, int]:

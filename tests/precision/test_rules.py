@@ -96,6 +96,13 @@ def test_an_older_scale_is_an_error_where_it_has_changed(carried: float | None, 
     assert _severities(event) == [severity]
 
 
+def test_a_scale_that_is_not_carried_is_said_of_what_was_divided_by_hand_too() -> None:
+    alarm = misuse("plain", scale=65536.0, parameters=6).judge()
+    assert alarm is not None
+    assert "never" not in alarm.message
+    assert "do not divide" in alarm.fix
+
+
 @pytest.mark.parametrize(("skipped", "severity"), [(1, "note"), (3, "note"), (4, "warning")])
 def test_a_settling_scale_is_a_note(skipped: int, severity: str) -> None:
     assert _severities(ScheduleAdvancesOnSkip(skipped=skipped, steps=10)) == [severity]

@@ -181,6 +181,35 @@ def test_other_options_gpus_targets_and_texts_are_other_points(fake: Fake, tmp_p
         assert found(grid("batch=4,8"), f"{file}:build") == 0
 
 
+def test_a_point_is_made_anew_where_a_file_that_the_target_imports_has_changed(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parts").mkdir()
+    for name, text in {
+        "model.py": "import torch\nfrom parts import layers\n",
+        "parts/__init__.py": "",
+        "parts/layers.py": "from parts.sizes import WIDTH\n",
+        "parts/sizes.py": "WIDTH = 64\n",
+        "parts/other.py": "",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with Store(tmp_path / "store.db") as store:
+
+        def found(target: str) -> int:
+            kept = Kept(store, target)
+            points(fake, grid("batch=4,8"), kept)
+            return kept.found
+
+        for target in (f"{tmp_path}/model.py:build", "model:build"):
+            assert [found(target), found(target)] == [0, 2]
+            for changed in ("model.py", "parts/__init__.py", "parts/layers.py", "parts/sizes.py"):
+                (tmp_path / changed).write_text((tmp_path / changed).read_text() + "#\n")
+                assert [found(target), found(target)] == [0, 2], changed
+        (tmp_path / "parts/other.py").write_text("#")
+        assert found("model:build") == 2
+
+
 def test_errors_are_not_kept(fake: Fake, tmp_path: Path) -> None:
     with Store(tmp_path / "store.db") as store:
         points(fake, grid("hidden=100"), Kept(store, "model"))

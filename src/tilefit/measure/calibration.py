@@ -37,6 +37,7 @@ from tilefit.cost.streaming import traffic
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
 from tilefit.measure import streaming, suites
+from tilefit.measure.environment import now
 from tilefit.measure.fitting import Measured, fit
 from tilefit.measure.microbenchmarks import instance
 from tilefit.measure.networks import train
@@ -196,25 +197,22 @@ class _Rows:
         return np.log(np.array(self.times_s) / first_s).astype(np.float32)
 
 
+@dataclass
 class _Session:
     """One calibration: what is measured goes to what is fitted to, or to what is held out."""
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        measure: Measure,
-        design: Design,
-        used: Callable[[], float],
-        before: PricedGpu | None,
-        device: str,
-        on_progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self.before = before
-        self.gpu, self.measure, self.used, self.device = gpu, measure, used, device
-        self.start = self.fitted = design.start or constants(gpu)
-        self.on_progress = on_progress
-        self.rows: dict[str, _Rows] = {}
-        self.held_out: dict[str, _Rows] = {}
+    gpu: Gpu
+    measure: Measure
+    start: Constants
+    used: Callable[[], float]
+    before: PricedGpu | None
+    device: str
+    on_progress: Callable[[Progress], None] | None
+    rows: dict[str, _Rows] = field(default_factory=dict)
+    held_out: dict[str, _Rows] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.fitted = self.start
 
     def take(self, few: Sequence[Candidate]) -> None:
         """Measure some operations."""
@@ -327,7 +325,8 @@ def calibrate(
     def used() -> float:
         return (design.clock() - began_s) / design.budget_s
 
-    session = _Session(gpu, measure, design, used, before, device, on_progress)
+    start = design.start or constants(gpu)
+    session = _Session(gpu, measure, start, used, before, device, on_progress)
     sources, shares = design.drawn or candidates(), design.shares
     until = 0.0
     try:
@@ -365,7 +364,7 @@ def origin(gpu: Gpu, versions: Mapping[str, str] | None) -> dict[str, object]:
     return {
         "gpu": gpu.name,
         "tilefit": __version__,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "date": now(),
         "versions": dict(versions or {}),
         "launch_scale": 1.0,
     }

@@ -83,12 +83,7 @@ class Choice:
 
 
 def choose(
-    gemm: Gemm,
-    pool: Pool,
-    device: timer.Device,
-    ways: Sequence[Way] | None = None,
-    *,
-    replays: int = 15,
+    gemm: Gemm, pool: Pool, device: timer.Device, ways: Sequence[Way] | None = None, *, replays: int = 15
 ) -> Choice:
     """Time the ways of computing a product: all of them roughly, then the fastest and the default in turn.
 
@@ -120,7 +115,7 @@ def choose(
     errors: dict[str, str] = {}
     # The default first: its time says how often to repeat the others.
     for way in sorted(ways, key=lambda way: way.name != DEFAULT):
-        calls = _calls(rough_s[DEFAULT]) if rough_s else 1
+        calls = max(1, min(_MOST_CALLS, round(_ROUGH_S / rough_s[DEFAULT]))) if rough_s else 1
         try:
             if error := _error(way, gemm, a, b, reference):
                 errors[way.name] = error
@@ -128,7 +123,8 @@ def choose(
                 rough_s[way.name] = _rough_s(factories[way.name], device, calls)
         except _failures() as failure:
             # A product that a way cannot do is no error of ours; a GPU that no longer answers is.
-            _synchronize(pool.device)
+            if pool.device.type == "cuda":
+                torch.cuda.synchronize(pool.device)
             errors[way.name] = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
         if DEFAULT in errors:
             raise TilefitError(f"the default failed: {errors[DEFAULT]}", where=f"{gemm.shape} {gemm.layout}")
@@ -155,17 +151,11 @@ def every_way(gemm: Gemm, place: torch.device) -> Iterator[Way]:
         from tilefit.measure import triton_matmul
 
         for tile in triton_matmul.configurations(gemm.m):
-            yield Way(
-                f"Triton {triton_matmul.name(tile)}",
-                _built(triton_matmul.matmul, tile),
-            )
+            yield Way(f"Triton {triton_matmul.name(tile)}", _built(triton_matmul.matmul, tile))
         if gemm.m <= triton_matmul.SPLIT_ROWS:
             split_k = triton_matmul.SplitK(torch.cuda.get_device_properties(place).multi_processor_count)
             for split in triton_matmul.SPLITS:
-                yield Way(
-                    f"Triton split-K {split[0]}x{split[1]}",
-                    _built(split_k, split),
-                )
+                yield Way(f"Triton split-K {split[0]}x{split[1]}", _built(split_k, split))
 
 
 def _built(run: Callable[..., None], configuration: object) -> Build:
@@ -195,11 +185,6 @@ def _call(way: Way, gemm: Gemm, pool: Pool) -> timer.Call:
     return way.build(*gemm_operands(gemm, pool), pool.blank((gemm.m, gemm.n), TORCH_DTYPES[gemm.dtype]))
 
 
-def _calls(time_s: float) -> int:
-    """How many calls make a rough replay."""
-    return max(1, min(_MOST_CALLS, round(_ROUGH_S / time_s)))
-
-
 def _rough_s(factory: timer.Factory, device: timer.Device, calls: int) -> float:
     """The time of a call, from the fastest of a few short replays."""
     run = device.prepare([factory] * calls)
@@ -213,11 +198,6 @@ def _error(way: Way, gemm: Gemm, a: torch.Tensor, b: torch.Tensor, reference: to
     way.build(a, b, out)()
     distance = float((out.float() - reference).norm() / reference.norm())
     return "" if distance <= _TOLERANCE[gemm.dtype] else f"wrong result: relative distance {distance:.2g}"
-
-
-def _synchronize(place: torch.device) -> None:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
 
 
 def _failures() -> tuple[type[Exception], ...]:

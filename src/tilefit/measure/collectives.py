@@ -21,6 +21,7 @@ from tilefit.cost.estimate import ESTIMATED
 from tilefit.cost.links import Fabric, Group
 from tilefit.errors import TilefitError
 from tilefit.gpus import Gpu
+from tilefit.measure.environment import now
 from tilefit.measure.ranks import Ranks
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, FUNCTIONS, REDUCE_SCATTER
 
@@ -177,16 +178,16 @@ def fit(rows: Sequence[Timed], gpu: Gpu, start: LinkConstants) -> LinkConstants:
         errors = np.sign(errors) * np.sqrt(np.sqrt(1 + (errors / _OUTLIER) ** 2) - 1)
         return np.concatenate([errors, (values - first) / _PRIOR])
 
-    at, now, damping = first, residuals(first), 1e-2
+    at, off, damping = first, residuals(first), 1e-2
     for _ in range(40):
-        slopes = np.stack([(residuals(at + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(at))], axis=1)
+        slopes = np.stack([(residuals(at + step) - off) / 1e-4 for step in 1e-4 * np.eye(len(at))], axis=1)
         square = slopes.T @ slopes
-        step = np.linalg.solve(square + damping * np.eye(len(at)), slopes.T @ now)
+        step = np.linalg.solve(square + damping * np.eye(len(at)), slopes.T @ off)
         moved = at - step.clip(-1, 1)  # a leap may end where no link is: losses of more than all
         after = residuals(moved)
-        if after @ after < now @ now:
-            settled = now @ now - after @ after < 1e-6 * (now @ now)
-            at, now, damping = moved, after, damping / 4
+        if after @ after < off @ off:
+            settled = off @ off - after @ after < 1e-6 * (off @ off)
+            at, off, damping = moved, after, damping / 4
             if settled:
                 break
         else:
@@ -217,7 +218,7 @@ def with_links(calibration: Calibration, gpu: Gpu, rows: Sequence[Timed]) -> Cal
     found = replace(found, spread=round(float(spread), 3), provenance=ESTIMATED)
     facts = {
         "constants": asdict(found),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "date": now(),
         "ranks": sorted({row.ranks for row in rows}),
         "measured": len(rows),
         "errors": {

@@ -119,14 +119,8 @@ class Matmul:
     def _ask(self, most: int) -> list[_Heuristic]:
         preference = c_void_p()
         _call("cublasLtMatmulPreferenceCreate", byref(preference))
-        allowed = c_uint64(self._workspace.nbytes)
-        _call(
-            "cublasLtMatmulPreferenceSetAttribute",
-            preference,
-            _MAX_WORKSPACE_BYTES,
-            byref(allowed),
-            c_size_t(8),
-        )
+        allowed = byref(c_uint64(self._workspace.nbytes)), c_size_t(8)
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE_BYTES, *allowed)
         results, count = (_Heuristic * most)(), c_int()
         b, a, c = self._layouts
         status = _library().cublasLtMatmulAlgoGetHeuristic(
@@ -149,26 +143,11 @@ class Matmul:
         layout_b, layout_a, layout_c = self._layouts
 
         def run() -> None:
-            destination = c_void_p(out.data_ptr())
-            _call(
-                "cublasLtMatmul",
-                _handle(),
-                self._descriptor,
-                byref(one),
-                c_void_p(b.data_ptr()),
-                layout_b,
-                c_void_p(a.data_ptr()),
-                layout_a,
-                byref(zero),
-                destination,
-                layout_c,
-                destination,
-                layout_c,
-                byref(algorithm),
-                c_void_p(self._workspace.data_ptr()),
-                c_size_t(self._workspace.nbytes),
-                _stream(out.device),
-            )
+            operands = c_void_p(b.data_ptr()), layout_b, c_void_p(a.data_ptr()), layout_a
+            result = c_void_p(out.data_ptr()), layout_c
+            space = c_void_p(self._workspace.data_ptr()), c_size_t(self._workspace.nbytes)
+            product = byref(one), *operands, byref(zero), *result, *result, byref(algorithm)
+            _call("cublasLtMatmul", _handle(), self._descriptor, *product, *space, _stream(out.device))
 
         return run
 
@@ -186,12 +165,6 @@ def _destroy(descriptor: c_void_p, layouts: list[c_void_p]) -> None:
 def _layout(data_type: int, rows: int, columns: int) -> c_void_p:
     """A packed column-major matrix as it is stored."""
     layout = c_void_p()
-    _call(
-        "cublasLtMatrixLayoutCreate",
-        byref(layout),
-        data_type,
-        c_uint64(rows),
-        c_uint64(columns),
-        c_int64(rows),
-    )
+    sizes = c_uint64(rows), c_uint64(columns), c_int64(rows)
+    _call("cublasLtMatrixLayoutCreate", byref(layout), data_type, *sizes)
     return layout

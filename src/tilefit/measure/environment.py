@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,11 @@ def current(device: torch.device) -> Environment:
         torch.version.cuda or "",
         str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
     )
+
+
+def now() -> str:
+    """The time, UTC, ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _name(properties: Any) -> str:

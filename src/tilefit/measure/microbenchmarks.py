@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,17 +40,9 @@ def instance(op: Op, pool: Pool) -> Call:
     Raises:
         UsageError: PyTorch has no call for this operation (for example fp8 in a layout other than TN).
     """
-    if isinstance(op, Gemm):
-        return _gemm(op, pool)
-    if isinstance(op, Conv):
-        return _conv(op, pool)
-    if isinstance(op, Attention):
-        return _attention(op, pool)
-    if isinstance(op, Recurrent):
-        return _recurrent(op, pool)
-    if isinstance(op, Streaming):
-        return streaming.instance(op, pool)
-    raise UsageError(f"no microbenchmark for {type(op).__name__}")
+    if type(op) not in _INSTANCES:
+        raise UsageError(f"no microbenchmark for {type(op).__name__}")
+    return _INSTANCES[type(op)](op, pool)
 
 
 def set_tf32(op: Op) -> None:
@@ -147,15 +140,8 @@ def _attention(op: Attention, pool: Pool) -> Call:
     set_tf32(op)
 
     def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=op.dropout_p,
-            is_causal=op.is_causal,
-            enable_gqa=op.num_kv_heads != op.num_heads,
-        )
+        grouped = op.num_kv_heads != op.num_heads
+        return F.scaled_dot_product_attention(q, k, v, mask, op.dropout_p, op.is_causal, enable_gqa=grouped)
 
     if op.direction == FORWARD:
         return forward
@@ -169,16 +155,12 @@ def _mask(op: Attention, pool: Pool) -> torch.Tensor | None:
     """A mask of ``op.mask_bytes``: additive or boolean, per head, per sample or shared by all."""
     if not op.mask_bytes:
         return None
+    scores = op.seq_len, op.kv_len
+    shapes = (1, 1, *scores), (op.batch, 1, *scores), (op.batch, op.num_heads, *scores)
     for dtype in (TORCH_DTYPES[op.dtype], torch.bool):
-        for shape in (
-            (1, 1, op.seq_len, op.kv_len),
-            (op.batch, 1, op.seq_len, op.kv_len),
-            (op.batch, op.num_heads, op.seq_len, op.kv_len),
-            (op.batch, 1, 1, op.kv_len),
-        ):
+        for shape in (*shapes, (op.batch, 1, 1, op.kv_len)):
             if prod(shape) * dtype.itemsize == op.mask_bytes:
-                full = (*shape[:2], op.seq_len, op.kv_len)
-                return pool.take(shape, dtype).expand(full)
+                return pool.take(shape, dtype).expand(*shape[:2], *scores)
     raise UsageError(f"no mask of {op.mask_bytes} bytes for attention {op.shape}")
 
 
@@ -192,19 +174,12 @@ def _recurrent(op: Recurrent, pool: Pool) -> Call:
     PyTorch has no call for the weight gradient alone: subtract the data gradient's time to get it.
     """
     dtype = TORCH_DTYPES[op.dtype]
-    mode, nonlinearity = op.mode, {}
-    if mode.startswith("RNN_"):
-        mode, nonlinearity = "RNN", {"nonlinearity": op.mode.removeprefix("RNN_").lower()}
-    layer = getattr(torch.nn, mode)(
-        op.input_size,
-        op.hidden_size,
-        num_layers=op.num_layers,
-        bidirectional=op.bidirectional,
-        device=pool.device,
-        dtype=dtype,
-        **nonlinearity,
-        **({"proj_size": op.proj_size} if op.proj_size else {}),
-    )
+    kind, _, nonlinearity = op.mode.partition("_")  # of ``RNN_TANH``
+    more: dict[str, Any] = {"nonlinearity": nonlinearity.lower()} if nonlinearity else {}
+    more |= {"proj_size": op.proj_size} if op.proj_size else {}
+    more |= {"num_layers": op.num_layers, "bidirectional": op.bidirectional}
+    make = getattr(torch.nn, kind)
+    layer = make(op.input_size, op.hidden_size, device=pool.device, dtype=dtype, **more)
     if op.persistent:
         layer = convert(layer)
     set_tf32(op)
@@ -220,3 +195,13 @@ def _recurrent(op: Recurrent, pool: Pool) -> Call:
     dy = pool.take(out.shape, dtype)
     wanted = [x] if op.direction == BACKWARD_DATA else [x, *layer.parameters()]
     return lambda: torch.autograd.grad(out, wanted, dy, retain_graph=True)
+
+
+#: What makes the calls of each kind of operation.
+_INSTANCES: dict[type[Op], Callable[[Any, Pool], Call]] = {
+    Gemm: _gemm,
+    Conv: _conv,
+    Attention: _attention,
+    Recurrent: _recurrent,
+    Streaming: streaming.instance,
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import torch
 
 from tilefit.errors import TilefitError
 from tilefit.measure import timer
-from tilefit.measure.environment import Environment
+from tilefit.measure.environment import Environment, now
 from tilefit.measure.microbenchmarks import instance
 from tilefit.measure.pool import Pool
 from tilefit.measure.store import Measurement, Store
@@ -28,13 +27,7 @@ class Outcome:
 
 
 def measure_op(
-    op: Op,
-    pool: Pool,
-    device: timer.Device,
-    environment: Environment,
-    *,
-    cold: bool = True,
-    source: str = "",
+    op: Op, pool: Pool, device: timer.Device, environment: Environment, *, cold: bool = True, source: str = ""
 ) -> Measurement:
     """Measure one operation.
 
@@ -42,22 +35,10 @@ def measure_op(
         TilefitError: PyTorch cannot run it, or it does not fit.
     """
     timing = time_call(op, lambda: instance(op, pool), device, cold=cold)
+    times = timing.median_s, timing.low_s, timing.high_s, timing.replays, timing.calls
     clocks = timing.clocks
-    return Measurement(
-        op,
-        environment,
-        timing.median_s,
-        timing.low_s,
-        timing.high_s,
-        timing.replays,
-        timing.calls,
-        cold,
-        source,
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        clocks.sm_mhz if clocks else None,
-        clocks.power_w if clocks else None,
-        clocks.throttle_reasons if clocks else None,
-    )
+    card = (clocks.sm_mhz, clocks.power_w, clocks.throttle_reasons) if clocks else (None, None, None)
+    return Measurement(op, environment, *times, cold, source, now(), *card)
 
 
 def time_call(

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -44,9 +43,7 @@ class Session(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *raised: object) -> None: ...
 
     def call(self, operation: Callable[[], object]) -> None:
         """Run an operation, whose launches are one entry of :meth:`results`."""
@@ -81,11 +78,9 @@ class CudaSession:
         finally:
             torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         torch.cuda.synchronize()
-        self._profile.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._profile.__exit__(*raised)  # type: ignore[no-untyped-call]
         # The raw records: the profiler's own table of events takes far longer to build than to measure.
         raw = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
         self._launches = sorted(
@@ -125,9 +120,7 @@ class EventSession:
         finally:
             end.record()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         timed = list(self._events)
         for _ in range(_CALLS):
             self.call(lambda: None)

@@ -84,24 +84,6 @@ def measure(factory: Factory, device: Device, *, cold: bool = True, replays: int
     return _timing([run() / calls for _ in range(replays)], calls, cold, device)
 
 
-def compare(
-    first: Factory, second: Factory, device: Device, *, cold: bool = True, replays: int = 15
-) -> tuple[Timing, Timing, float]:
-    """Time two calls in turn, so that a drift of the clock meets both.
-
-    Returns:
-        Both timings, and the median over the pairs of replays of second / first.
-    """
-    run_a, calls_a, replays_a = _prepare(first, device, cold, replays)
-    run_b, calls_b, replays_b = _prepare(second, device, cold, replays)
-    pairs = [(run_a() / calls_a, run_b() / calls_b) for _ in range(min(replays_a, replays_b))]
-    return (
-        _timing([a for a, _ in pairs], calls_a, cold, device),
-        _timing([b for _, b in pairs], calls_b, cold, device),
-        statistics.median(b / a for a, b in pairs),
-    )
-
-
 def race(
     factories: Mapping[str, Factory], device: Device, *, cold: bool = True, replays: int = 15
 ) -> dict[str, Timing]:
@@ -188,8 +170,7 @@ class CudaDevice:
         return self._timed(launch, filler=False)
 
     def _timed(self, run: Call, *, filler: bool) -> Replay:
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
         def replay() -> float:
             with torch.cuda.stream(self._stream):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tilefit.errors import UsageError
 from tilefit.ops.base import BACKWARD_DATA, DIRECTIONS, FORWARD, Growth, Op
@@ -163,28 +163,12 @@ def Conv2d(  # noqa: N802 - the name of the layer it describes
     padding: int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
-    dtype: str = "bf16",
-    channels_last: bool = False,
-    direction: str = FORWARD,
-    bias: bool = False,
+    **others: Any,
 ) -> Conv:
     """A two-dimensional :class:`Conv`; a single number stands for both dimensions."""
 
-    def pair(value: int | Sequence[int]) -> tuple[int, ...]:
-        return (value, value) if isinstance(value, int) else tuple(value)
+    def pair(size: int | Sequence[int]) -> tuple[int, ...]:
+        return (size, size) if isinstance(size, int) else tuple(size)
 
-    return Conv(
-        batch=batch,
-        in_channels=in_channels,
-        out_channels=out_channels,
-        input_size=pair(input_size),
-        kernel_size=pair(kernel_size),
-        stride=pair(stride),
-        padding=pair(padding),
-        dilation=pair(dilation),
-        groups=groups,
-        dtype=dtype,
-        channels_last=channels_last,
-        direction=direction,
-        bias=bias,
-    )
+    image = pair(input_size), pair(kernel_size), pair(stride), pair(padding), pair(dilation)
+    return Conv(batch, in_channels, out_channels, *image, groups, **others)

@@ -6,47 +6,32 @@ from math import gcd
 
 from tilefit.errors import UsageError
 
-# Bits per element. ``tf32`` is a way to multiply fp32 storage, so it is as wide as fp32.
-_BITS: dict[str, int] = {
-    "fp64": 64,
-    "fp32": 32,
-    "tf32": 32,
-    "fp16": 16,
-    "bf16": 16,
-    "fp8": 8,
-    "int64": 64,
-    "int32": 32,
-    "int16": 16,
-    "int8": 8,
-    "uint8": 8,
-    "uint16": 16,
-    "uint32": 32,
-    "uint64": 64,
-    "bool": 8,
-    "complex32": 32,
-    "complex64": 64,
-    "complex128": 128,
+#: Bits of an element. ``tf32`` is a way to multiply fp32 storage, so it is as wide as fp32.
+_BITS = {
+    name: bits
+    for bits, names in {
+        64: "fp64 int64 uint64 complex64",
+        32: "fp32 tf32 int32 uint32 complex32",
+        16: "fp16 bf16 int16 uint16",
+        8: "fp8 int8 uint8 bool",
+        128: "complex128",
+    }.items()
+    for name in names.split()
 }
-
+#: Other names of these.
 _ALIASES = {
-    "float64": "fp64",
-    "double": "fp64",
-    "float32": "fp32",
-    "float": "fp32",
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
-    "float8_e4m3fnuz": "fp8",
-    "float8_e5m2fnuz": "fp8",
-    "float8_e8m0fnu": "fp8",
-    "fp8_e4m3": "fp8",
-    "fp8_e5m2": "fp8",
-    "int": "int32",
-    "long": "int64",
+    alias: name
+    for name, aliases in {
+        "fp64": "float64 double",
+        "fp32": "float32 float",
+        "fp16": "float16 half",
+        "bf16": "bfloat16",
+        "fp8": "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu fp8_e4m3 fp8_e5m2",
+        "int32": "int",
+        "int64": "long",
+    }.items()
+    for alias in aliases.split()
 }
-
 #: All names that an element type has.
 NAMES = (*_ALIASES, *_BITS)
 #: Types of 16 bits.

@@ -103,10 +103,20 @@ class StepOp:
         """The first parameter among the inputs: the weight of a linear or convolution; else empty."""
         return next((ref.parameter for ref in self.inputs if ref.parameter), "")
 
+    @property
+    def function(self) -> str:
+        """The name without its namespace and underscores around it, such as ``addmm``."""
+        return self.name.rpartition(".")[2].strip("_")
+
     def is_weight_first(self, m: int, k: int, n: int) -> bool:
         """Whether a product of these sizes is ``weight @ x``, so that its columns are the rows of ``x``."""
         weights = [{*ref.shape[-2:]} for ref in self.inputs if ref.parameter and len(ref.shape) > 1]
         return {m, k} in weights and {k, n} not in weights
+
+    def having(self, op: Op, inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]) -> StepOp:
+        """Another operation on other tensors, at this place and run in the same way."""
+        how = self.recomputed, self.replayed, self.eager  # by hand: ``replace`` takes several times as long
+        return StepOp(op, self.phase, self.site, self.name, inputs, outputs, *how)
 
     def shared(self, *shares: float) -> StepOp:
         """A rank's part of an optimizer's operation; ``shares`` as of :meth:`Op.shared`."""

@@ -67,8 +67,7 @@ class Gemm(Op):
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.layout not in LAYOUTS:
             raise UsageError(
-                f"unknown layout {self.layout!r}",
-                hint=f"Use the BLAS letters: one of {', '.join(LAYOUTS)}.",
+                f"unknown layout {self.layout!r}", hint=f"Use the BLAS letters: one of {', '.join(LAYOUTS)}."
             )
         Op.__post_init__(self)
         object.__setattr__(self, "out_dtype", canonical(self.out_dtype) if self.out_dtype else "")

@@ -125,8 +125,7 @@ def _entry(entry: StepOp, op: Op, shapes: Sequence[_Shape]) -> StepOp:
         for ref, shape in zip((*entry.inputs, *entry.outputs), shapes, strict=True)
     ]
     count = len(entry.inputs)
-    inputs, outputs = tuple(refs[:count]), tuple(refs[count:])
-    return StepOp(op, entry.phase, entry.site, entry.name, inputs, outputs, entry.recomputed)
+    return entry.having(op, tuple(refs[:count]), tuple(refs[count:]))
 
 
 def _alike(ops: tuple[Op, ...]) -> bool:

@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
-from math import prod
 from typing import Any
 
 from tilefit.errors import UsageError
 from tilefit.ops.base import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Growth, Op
-from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.entries import Parameter, StepOp, TensorRef
 from tilefit.ops.step import Same, Step
 
@@ -42,14 +40,8 @@ def scale_batch(step: Step, factor: float) -> Step:
         return found
 
     ops = [
-        StepOp(
-            scaled[part],
-            entry.phase,
-            entry.site,
-            entry.name,
-            tuple(map(on_batch, entry.inputs, stay)),
-            tuple(map(on_batch, entry.outputs, left)),
-            entry.recomputed,
+        entry.having(
+            scaled[part], tuple(map(on_batch, entry.inputs, stay)), tuple(map(on_batch, entry.outputs, left))
         )
         for entry, (part, stay, left) in zip(step.ops, places, strict=True)
     ]
@@ -131,15 +123,14 @@ def _shares(tensors: tuple[TensorRef, ...], fixed: set[int]) -> tuple[int, int]:
     """Bytes that stay, bytes that scale."""
     stay = grow = 0
     for ref in tensors:
-        size = prod(ref.shape) * size_bytes(ref.dtype)
         if _stays(ref, fixed):
-            stay += size
+            stay += ref.bytes
         else:
-            grow += size
+            grow += ref.bytes
     return stay, grow
 
 
 def _grows(entry: StepOp, fixed: set[int]) -> bool:
     """Whether the largest operand of an operation scales."""
-    largest = max((*entry.inputs, *entry.outputs), key=lambda ref: prod(ref.shape), default=None)
+    largest = max((*entry.inputs, *entry.outputs), key=lambda ref: ref.elements, default=None)
     return largest is None or not _stays(largest, fixed)

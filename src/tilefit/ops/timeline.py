@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
 from tilefit.ops.base import FORWARD
 from tilefit.ops.entries import StepOp, TensorRef
@@ -146,9 +145,9 @@ def logits(ops: Sequence[StepOp]) -> set[int]:
             if entry.name.startswith(_LOSSES):
                 chain = [*_chain(entry.inputs[:1], made), *entry.outputs]
                 found.update(ref.id for ref in chain)
-                sizes.update(prod(ref.shape) for ref in chain if len(ref.shape) > 1)
+                sizes.update(ref.elements for ref in chain if len(ref.shape) > 1)
         elif sizes:
-            found.update(ref.id for ref in entry.outputs if len(ref.shape) > 1 and prod(ref.shape) in sizes)
+            found.update(ref.id for ref in entry.outputs if len(ref.shape) > 1 and ref.elements in sizes)
     return found
 
 
@@ -163,7 +162,7 @@ def _chain(refs: Sequence[TensorRef], made: Mapping[int, StepOp]) -> list[Tensor
             continue
         chain[ref.id] = ref
         if not maker.op.multiplies:
-            waiting += [each for each in maker.inputs if prod(each.shape) >= prod(ref.shape)]
+            waiting += [each for each in maker.inputs if each.elements >= ref.elements]
     return list(chain.values())
 
 

@@ -105,10 +105,12 @@ Visit = Callable[[Any, Kind], object]
 
 @dataclass(slots=True)
 class Scan:
-    """How many nodes of each kind are below the roots of a backward pass, and the leaves found there."""
+    """How many nodes of each kind are below the roots of a backward pass, and the leaves found there; whether
+    these are the ``whole`` graph's."""
 
     nodes: Counter[Kind] = field(default_factory=Counter)
     leaves: list[torch.Tensor] = field(default_factory=list)
+    whole: bool = True
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -131,6 +133,7 @@ def scan(
         if kind[0].endswith("AccumulateGrad"):
             found.leaves.append(node.variable)
         visit(node, kind)
+    found.whole = found.nodes.total() < limit
     return found
 
 

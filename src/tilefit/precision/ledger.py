@@ -62,10 +62,12 @@ class Region:
 
 
 class Pass(NamedTuple):
-    """A backward pass that was looked at: its line, and what its loss was multiplied by if it is a mean."""
+    """A backward pass that was looked at: its line, what its loss was multiplied by if it is a mean, and the
+    ``id`` of each parameter that it reaches; None where these are not known."""
 
     source: str
     factor: float | None
+    reached: frozenset[int] | None
 
 
 @dataclass(slots=True)
@@ -114,6 +116,7 @@ class Here:
         unscaled: Parameters, by ``id``, whose hooks have divided the scale out.
         given: The gradients given to the backward pass that is about to begin.
         chain, scan: What the graph of the last backward pass says, on steps that are looked at closely.
+        leaves: The ``id`` of each parameter that it reaches; None where there may be more.
         stepping: Optimizers whose step runs, one inside another.
         in_use: An optimizer or a scaler is at work: what it writes is its own.
         scaler_step: The scaler and the optimizer of the ``scaler.step`` that runs.
@@ -135,6 +138,7 @@ class Here:
     given: tuple[Any, ...] = ()
     chain: graph.Chain = field(default_factory=graph.Chain)
     scan: graph.Scan = field(default_factory=graph.Scan)
+    leaves: frozenset[int] | None = None
     stepping: list[Optimizer] = field(default_factory=list)
     in_use: int = 0
     scaler_step: tuple[Any, Optimizer] | None = None
@@ -459,6 +463,7 @@ class Ledger:
         here.unknown = factor is None
         if looking:
             here.chain, here.scan = graph.chain(roots), scan or graph.scan(roots)
+            here.leaves = frozenset(map(id, here.scan.leaves)) if here.scan.whole else None
             # Also what no optimizer holds: its gradients may be copied, or used by hand.
             while here.scan.leaves:
                 self.follow(here.scan.leaves.pop())
@@ -538,11 +543,14 @@ class Ledger:
     def divide(self, scaler: Any, optimizer: Optimizer) -> None:
         """Judge that a scaler divides an optimizer's gradients by its scale, which they lose."""
         known, figures = self.scaler(scaler), self._of_step(optimizer, scaler=True)
+        carried_now = (mark for gradient in self.present(optimizer) for mark in gradient.state.marks)
+        foreign = not any(mark.scaler == known.number for mark in carried_now)
         other = next((n for key, n in known.stepped_before.items() if key != id(optimizer)), "")
 
         def of_division(marks: Marks) -> dict[str, Any]:
             carried = None if known.previous is None else float(known.previous)
-            return figures(marks) | {"scale": scale_of(scaler), "carried": carried, "other": other}
+            more = {"carried": carried, "other": other, "foreign": foreign}
+            return figures(marks) | {"scale": scale_of(scaler), **more}
 
         def cause(state: State) -> Cause:
             return Cause.UNSCALE_OWN if state.marks == {known.mark} else Cause.UNSCALE_OTHER
@@ -569,7 +577,8 @@ class Ledger:
         if here.depth:  # an optimizer that steps within the backward pass
             changed = [g for g in here.of[optimizer] if g.change() is Cause.WRITTEN]
             self._add(here, changed, frozenset(here.reached))
-            for gradient in changed:
+            # Where every operation passes by, so did what hooks of the user's did to them.
+            for gradient in self.present(optimizer) if self.closely else changed:
                 gradient.sure = self.closely
         elif here.scaler_step is None or divides:
             self.observe(here)

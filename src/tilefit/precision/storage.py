@@ -317,11 +317,17 @@ class Accumulators(Tracker, Observer):
             return
         if not any(tensor.dtype in HALF or id(tensor) in self._made for tensor in operands):
             return
-        if name == "sub" and len(operands) == 2:
-            self._looks_back(*operands)
+        if name == "sub" and len(operands) == 2 and self._looks_back(*operands):
+            for out in tensors_in([call.out]):
+                self._made.pop(id(out), None)  # of how it was rounded fp32 says nothing
+            return
         if name in ("copy", "clone") and (place := _place(operands[-1])) in self._sums:
-            self._keep(self._sums[place], call.out)
-            self._moves(place)
+            held = self._sums.get(_place(call.out))
+            if held is None or not held.weights:
+                self._keep(self._sums[place], call.out)
+                self._moves(place)
+            else:
+                self._made_now.pop(place, None)  # weights have moved above
         outs, in_place = tensors_in([call.out]), call.name.endswith("_")
         if not all(map(has_values, outs)) or (in_place and not any(map(self._made.of, outs))):
             return
@@ -378,14 +384,17 @@ class Accumulators(Tracker, Observer):
         known = self._weights.setdefault((call.source, name, target.dtype), _Sum(module=name, weights=True))
         return self._keep(known, target)
 
-    def _looks_back(self, minuend: Tensor, subtrahend: Tensor) -> None:
+    def _looks_back(self, minuend: Tensor, subtrahend: Tensor) -> bool:
         """What was made of a sum, less the sum, tells what was rounded away; so does a sum, less its past."""
         made, copied, place = self._made.of(minuend), self._made.of(subtrahend), _place(subtrahend)
         if copied is not None and len(copied.bases) == 1 and place not in self._sums:
             ((base, (values, _)),) = copied.bases.items()
             place = base if base in self._sums and torch.equal(values, copied.values) else place
-        if place in self._sums and (place == _place(minuend) or (made is not None and place in made.bases)):
+        past = {_place(minuend), *(made.bases if made is not None else ())}
+        looks = place in self._sums and place in past
+        if looks:
             self._sums[place].compensated = True
+        return looks
 
     def _succeeds(self, call: Call, out: Tensor, made: _Made) -> None:
         """A new tensor may be an old one's successor, and this the first of them."""
@@ -470,7 +479,7 @@ class Losses(Tracker, Observer):
         chain, passes, source = begins.here.chain, begins.here.cycle.passes, user_line()
         if not any(gradient.state.fresh for gradient in self._ledger.gradients):
             passes.clear()
-        passes.append(Pass(source, chain.factor if chain.mean else None))
+        passes.append(Pass(source, chain.factor if chain.mean else None, begins.here.leaves))
         if len(passes) > 1:
             self._recorder.facts.add("accumulation")
         if chain.half is None:
@@ -491,10 +500,16 @@ class Losses(Tracker, Observer):
     def on_stepped(self, stepped: Stepped) -> None:
         """They have fed a step."""
         cycle, name = self._ledger.here.cycle, type(stepped.optimizer).__name__
-        passes, multiplied = cycle.passes, set(cycle.multiplied.values()) or {1.0}
-        if not self._recorder.looking or len(passes) < 2 or len(set(passes)) != 1:
+        multiplied, own = (
+            set(cycle.multiplied.values()) or {1.0},
+            {*map(id, parameters_of(stepped.optimizer))},
+        )
+        # Those of other models are none of its business; what it holds may be copies that none reaches.
+        mine = [each for each in cycle.passes if each.reached is None or own & each.reached]
+        passes = mine or cycle.passes
+        if not self._recorder.looking or len({each[:2] for each in passes}) != 1 or len(passes) < 2:
             return
-        source, factor = passes[0]
+        source, factor, _ = passes[0]
         # What the user's own code multiplies gradients by may be the average; unseen, it may be anything.
         if factor is not None and self._ledger.closely and len(multiplied) == 1:
             factor *= multiplied.pop()

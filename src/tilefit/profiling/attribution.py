@@ -159,20 +159,13 @@ def attribute(trace: Trace) -> list[AttributedStep]:
         launcher = None if replayed else context.operation
         call = calls.get(id(launcher)) if launcher is not None else None
         if call is None:
-            call = Call(
-                launcher.name if launcher is not None else _kernel_label(kernel),
-                context.phase,
-                context.module,
-                context.source,
-                launcher.start_ns if launcher is not None else launched_ns,
-                launcher.shapes if launcher is not None else None,
-                context.recomputing,
-                context.node,
-                context.forward,
-                context.graph,
-                context.graph_module,
-                replayed,
-            )
+            name, began_ns, shapes = _kernel_label(kernel), launched_ns, None
+            if launcher is not None:
+                name, began_ns, shapes = launcher.name, launcher.start_ns, launcher.shapes
+            where = context.phase, context.module, context.source
+            gradient = context.recomputing, context.node, context.forward
+            graph = context.graph, context.graph_module, replayed
+            call = Call(name, *where, began_ns, shapes, *gradient, *graph)
             if launcher is not None:
                 calls[id(launcher)] = call
             step.calls.append(call)
@@ -197,9 +190,8 @@ def _contexts(events: list[HostEvent]) -> dict[int, _Context]:
         outer = contexts[id(event.parent)] if event.parent is not None else _OUTSIDE
         name = event.name
         if name.startswith(_COMPILED_GRAPH):  # an operation or a range, by the version of PyTorch
-            context = replace(
-                outer, module=None, graph=f"{name} {event.start_ns}", graph_module=outer.module or ""
-            )
+            run = f"{name} {event.start_ns}"
+            context = replace(outer, module=None, graph=run, graph_module=outer.module or "")
         elif event.kind == OP:
             if name.startswith(_NODE):
                 forward = made_by(event)
@@ -211,14 +203,9 @@ def _contexts(events: list[HostEvent]) -> dict[int, _Context]:
                     # Adding gradients up has no forward operation; it follows the one that made the last.
                     site = last.get(event.thread, site)
                 last[event.thread] = site
-                context = replace(
-                    outer,
-                    module=site[0],
-                    source=site[1],
-                    node=name.removeprefix(_NODE),
-                    forward=forward.shapes if forward is not None else None,
-                    recomputing=False,
-                )
+                shapes, node = forward.shapes if forward else None, name.removeprefix(_NODE)
+                context = replace(outer, node=node, forward=shapes, recomputing=False)
+                context = replace(context, module=site[0], source=site[1])
             elif name.startswith(MODULE_RANGE):
                 module, _, source = name.removeprefix(MODULE_RANGE).partition(LINE_MARK)
                 context = _entered(outer, module, source)
@@ -238,9 +225,8 @@ def _contexts(events: list[HostEvent]) -> dict[int, _Context]:
 
 def _entered(outer: _Context, module: str, source: str) -> _Context:
     """A module that runs within a backward node repeats its forward pass."""
-    return replace(
-        outer, module=module, source=source or outer.source, recomputing=outer.recomputing or bool(outer.node)
-    )
+    recomputing = outer.recomputing or bool(outer.node)
+    return replace(outer, module=module, source=source or outer.source, recomputing=recomputing)
 
 
 def _in_frame(outer: _Context, name: str) -> _Context:

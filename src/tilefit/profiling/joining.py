@@ -27,6 +27,16 @@ _KEYS: tuple[_Key, ...] = (
 )
 
 
+def _of_captured(entry: StepOp) -> _Facts:
+    part = "forward" if entry.recomputed else entry.phase.partition("-")[0]
+    return part, matching_name(entry.name), entry.site.module, entry.op, entry.op.kind
+
+
+def _of_profiled(unit: Unit) -> _Facts:
+    op = unit.op if unit.known else None
+    return unit.phase.partition("-")[0], unit.function, unit.call.module or "", op, unit.op.kind
+
+
 def join(ops: Sequence[StepOp], units: Sequence[Unit]) -> list[int | None]:
     """For each profiled operation the index of the captured one it is; None where there is none.
 
@@ -36,26 +46,7 @@ def join(ops: Sequence[StepOp], units: Sequence[Unit]) -> list[int | None]:
     """
     found: list[int | None] = [None] * len(units)
     taken = [False] * len(ops)
-    captured: list[_Facts] = [
-        (
-            "forward" if entry.recomputed else entry.phase.partition("-")[0],
-            matching_name(entry.name),
-            entry.site.module,
-            entry.op,
-            entry.op.kind,
-        )
-        for entry in ops
-    ]
-    profiled: list[_Facts] = [
-        (
-            unit.phase.partition("-")[0],
-            unit.function,
-            unit.call.module or "",
-            unit.op if unit.known else None,
-            unit.op.kind,
-        )
-        for unit in units
-    ]
+    captured, profiled = list(map(_of_captured, ops)), list(map(_of_profiled, units))
     for key in _KEYS:
         waiting: dict[Hashable, deque[int]] = defaultdict(deque)
         for index, facts in enumerate(captured):

@@ -60,11 +60,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    trace: Trace,
-    gpu: PricedGpu,
-    live: Live,
-    captured: Step | None = None,
-    selection: Selection | None = None,
+    trace: Trace, gpu: PricedGpu, live: Live, captured: Step | None = None, selection: Selection | None = None
 ) -> Measured:
     """The report of a profiled run.
 
@@ -107,12 +103,13 @@ def measure(
         for index, (row, entry, estimate) in enumerate(zip(report.ops, step.ops, predicted.ops, strict=True))
     )
     memory_bound = (units for units, op in zip(done, predicted.ops, strict=True) if op.bound == MEMORY)
-    summary = replace(
-        _summary(steps[typical], windows[typical], gpu, predicted, live, wall_s),
-        attributed_s=_time_s(u for u in units[typical] if u.call.module is not None or u.phase == OPTIMIZER),
-        memory_bound_s=_time_s(chain.from_iterable(memory_bound)),
-        unmatched_s=_time_s(chain.from_iterable(done[unmatched_from:])),
-    )
+    attributed = (u for u in units[typical] if u.call.module is not None or u.phase == OPTIMIZER)
+    parts = {
+        "attributed_s": _time_s(attributed),
+        "memory_bound_s": _time_s(chain.from_iterable(memory_bound)),
+        "unmatched_s": _time_s(chain.from_iterable(done[unmatched_from:])),
+    }
+    summary = _summary(steps[typical], windows[typical], gpu, predicted, live, wall_s, **parts)
     notes = report.notes
     if summary.time_s > _UNEXPLAINED * report.step.time_s:
         ran, explained = seconds(summary.time_s), seconds(report.step.time_s)
@@ -140,14 +137,9 @@ def _reference(units: Sequence[Unit], captured: Step | None, live: Live, trace: 
 
 def _derived(units: Sequence[Unit], live: Live, trace: Trace, numbers: count[int]) -> Step:
     """A step made of what the trace says, without memory and without the flow of data."""
-    optimizer = next(
-        (
-            event.name.partition("#")[2].partition(".")[0].lower()
-            for event in trace.events
-            if event.kind == RANGE and event.name.startswith("Optimizer.step#")
-        ),
-        "",
-    )
+    ranges = (event.name for event in trace.events if event.kind == RANGE)
+    step = next((name for name in ranges if name.startswith("Optimizer.step#")), "")
+    optimizer = step.partition("#")[2].partition(".")[0].lower()
     notes = ["The operations are those of the profiled run; which of them feed which is not known."]
     if not trace.has_shapes:
         notes.append(
@@ -172,27 +164,17 @@ def _derived(units: Sequence[Unit], live: Live, trace: Trace, numbers: count[int
 def _entry(unit: Unit, live: Live, numbers: count[int]) -> StepOp:
     inputs, outputs = renumbered(unit, numbers)
     module = unit.call.module or ""
-    return StepOp(
-        unit.op,
-        unit.phase,
-        Site(module, unit.call.source),
-        unit.call.name.replace("::", "."),
-        tuple(_named(ref, module, live.parameters) for ref in inputs),
-        outputs,
-        unit.call.recomputed,
-    )
+    site, name = Site(module, unit.call.source), unit.call.name.replace("::", ".")
+    inputs = tuple(_named(ref, module, live.parameters) for ref in inputs)
+    return StepOp(unit.op, unit.phase, site, name, inputs, outputs, unit.call.recomputed)
 
 
 def _named(ref: TensorRef, module: str, parameters: Mapping[str, Parameter]) -> TensorRef:
     """The tensor with the name of the module's own parameter that has its sizes, if there is one."""
     prefix = f"{module}." if module else ""
     for name, parameter in parameters.items():
-        own = name.removeprefix(prefix)
-        if (
-            name.startswith(prefix)
-            and "." not in own
-            and ref.shape in (parameter.shape, parameter.shape[::-1])
-        ):
+        is_own = name.startswith(prefix) and "." not in name.removeprefix(prefix)
+        if is_own and ref.shape in (parameter.shape, parameter.shape[::-1]):
             return replace(ref, parameter=name)
     return ref
 
@@ -278,8 +260,9 @@ def _summary(
     predicted: StepEstimate,
     live: Live,
     wall_s: Sequence[float],
+    **parts: float,
 ) -> MeasuredStep:
-    """The totals of one step, but for those that need the operations."""
+    """The totals of one step; given are the parts that need its operations."""
     kernels = sorted(
         (kernel for call in step.calls for kernel in call.kernels), key=lambda kernel: kernel.start_ns
     )
@@ -303,14 +286,13 @@ def _summary(
         launch_bound_s=_NS * _waited_for_host(here, window[0]),
         predicted_s=predicted.time_s,
         predicted_gpu_s=predicted.gpu_time_s,
-        attributed_s=0.0,
         tensor_core_s=_time_s(kernel for kernel, _ in tensor),
         unknown_s=_time_s(kernel for kernel, name in read if name.tensor_core is None),
         older_path_s=_time_s(k for k, name in tensor if older_path(name, gpu.compute_capability)),
-        memory_bound_s=0.0,
         communication_s=_time_s(talking),
         exposed_communication_s=_NS * (_covered(here) - _covered(working)),
         waits=_waits(step),
+        **parts,
     )
 
 

@@ -142,20 +142,7 @@ class Operations:
         if not described:
             return [Unit(_unknown(call), _phase(call), _function(call), call, call.kernels)]
         parts = _shared_out(call.kernels, described)
-        return [
-            Unit(
-                _with_role(entry.op, call.phase),
-                _phase(call, entry),
-                matching_name(entry.name or call.name),
-                call,
-                kernels,
-                entry.inputs,
-                entry.outputs,
-                True,
-            )
-            for entry, kernels in zip(described, parts, strict=True)
-            if kernels
-        ]
+        return [_known(call, entry, of) for entry, of in zip(described, parts, strict=True) if of]
 
     def _described(self, call: Call) -> tuple[StepOp, ...]:
         if call.shapes is None:
@@ -188,6 +175,12 @@ class Operations:
                 continue  # another overload, or one that cannot be told from its record
             return tuple(self._recorder.ops)
         return ()
+
+
+def _known(call: Call, entry: StepOp, kernels: list[Kernel]) -> Unit:
+    """What a call did, as it was described, with the kernels that ran for it."""
+    op, name = _with_role(entry.op, call.phase), matching_name(entry.name or call.name)
+    return Unit(op, _phase(call, entry), name, call, kernels, entry.inputs, entry.outputs, True)
 
 
 def renumbered(unit: Unit, numbers: count[int]) -> tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]:
@@ -246,7 +239,7 @@ def _argument(kind: str, shapes: Shapes, index: int) -> Any:
             raise ValueError("a tensor where none is expected")
         return None
     value = _literal(text)
-    if bare in ("ScalarType", "dtype") or ("dtype" in bare):
+    if bare == "ScalarType" or "dtype" in bare:
         return _SCALAR_TYPES[value]
     if bare == "MemoryFormat":
         return _MEMORY_FORMATS[value]
@@ -306,12 +299,8 @@ def _entry(op: Op, call: aten.Call, tensors: Sequence[torch.Tensor]) -> StepOp:
 
 def _generated(name: str, shapes: Shapes) -> StepOp:
     """A kernel that Inductor generated: it reads or writes each of its arguments once."""
-    tensors = [
-        (dims, _TYPES[type_])
-        for dims, type_ in zip(shapes.dims, shapes.types, strict=False)
-        if type_ in _TYPES and dims
-    ]
-    elements = [(prod(dims), DTYPES[dtype]) for dims, dtype in tensors]
+    arguments = zip(shapes.dims, shapes.types, strict=False)
+    elements = [(prod(dims), DTYPES[_TYPES[kind]]) for dims, kind in arguments if kind in _TYPES and dims]
     moved = [number * size_bytes(dtype) for number, dtype in elements]
     largest = max(elements, default=(0, "fp32"))
     op = Streaming("pointwise", largest[0], sum(moved[:-1]), sum(moved[-1:]), largest[1])

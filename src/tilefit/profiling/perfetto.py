@@ -68,7 +68,7 @@ def _tracks(steps: list[AttributedStep], report: Report) -> Iterator[Event]:
             where = {"module": call.module, "source": call.source, "phase": call.phase}
             yield _slice(_OPERATIONS, call.name, start, end, where)
             for finding in by_module.get(call.module or "", ()):
-                yield _slice(_FINDINGS, f"{finding.code} {finding.message}", start, end, _facts(finding))
+                yield _found(finding, start, end)
             here = (call.module or "", call.phase)
             if here != last_module:
                 if last_module is not None:
@@ -77,12 +77,10 @@ def _tracks(steps: list[AttributedStep], report: Report) -> Iterator[Event]:
             module_end = end
         if last_module is not None:
             yield _slice(_MODULES, " ".join(last_module), module_start, module_end, {})
+        end = max(kernel.end_ns for call in step.calls for kernel in call.kernels)
         for finding in report.findings:
             if not finding.module:
-                end = max(kernel.end_ns for call in step.calls for kernel in call.kernels)
-                yield _slice(
-                    _FINDINGS, f"{finding.code} {finding.message}", step.start_ns, end, _facts(finding)
-                )
+                yield _found(finding, step.start_ns, end)
 
 
 def _by_module(report: Report) -> dict[str, list[Finding]]:
@@ -97,27 +95,20 @@ def _by_module(report: Report) -> dict[str, list[Finding]]:
     return found
 
 
-def _facts(finding: Finding) -> dict[str, Any]:
-    return {
+def _found(finding: Finding, start_ns: int, end_ns: int) -> Event:
+    facts = {
         "saves": units.seconds(finding.gain_s),
         "share of the step": units.share(finding.gain_fraction),
         "fix": finding.fix,
         "arithmetic": list(finding.arithmetic),
         "source": finding.source,
     }
+    return _slice(_FINDINGS, f"{finding.code} {finding.message}", start_ns, end_ns, facts)
 
 
 def _slice(track: int, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> Event:
-    return {
-        "ph": "X",
-        "cat": "tilefit",
-        "name": name,
-        "pid": _PROCESS,
-        "tid": track,
-        "ts": start_ns / 1000,
-        "dur": (end_ns - start_ns) / 1000,
-        "args": args,
-    }
+    when = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    return {"ph": "X", "cat": "tilefit", "name": name, "pid": _PROCESS, "tid": track, **when, "args": args}
 
 
 def _name(kind: str, track: int, name: str) -> Event:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -78,16 +77,10 @@ class Profile:
         ):
             if value < 1:
                 raise UsageError(f"{label} must not be {'0 or ' if label == 'steps' else ''}negative")
-        self._steps = steps
-        self._skip = skip
-        self._plain = plain
-        self._gpu = gpu
-        self._name = name
-        self._captured = captured
-        self._optimizer_steps = optimizer_steps
-        self._clock = clock
-        self._calibration = calibration
-        self._selection = selection
+        self._steps, self._skip, self._plain = steps, skip, plain
+        self._gpu, self._calibration, self._selection = gpu, calibration, selection
+        self._name, self._captured = name, captured
+        self._optimizer_steps, self._clock = optimizer_steps, clock
         #: Called when all steps are profiled; the script that is watched is then ended.
         self.on_end: Callable[[], None] = lambda: None
         self._ranges = ModuleRanges()
@@ -95,10 +88,9 @@ class Profile:
         self._stack = ExitStack()
         self._profiler: Any = None
         self._mark: Any = None
-        self._number = 0
-        self._times_s: list[float] = []
-        self._began_s = 0.0
         self._optimizer: Any = None
+        self._number, self._began_s = 0, 0.0
+        self._times_s: list[float] = []
         self._folder = tempfile.TemporaryDirectory(prefix="tilefit-")
         self._file = Path(self._folder.name) / "trace.json"
 
@@ -110,10 +102,8 @@ class Profile:
         self._begin_step()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._mark is not None and (self._number > self._skip + self._plain) and kind is not None:
+    def __exit__(self, *raised: object) -> None:
+        if self._mark is not None and (self._number > self._skip + self._plain) and raised[0] is not None:
             self._drop_mark()  # what was interrupted is no whole step
         self._stop()
         self._stack.close()

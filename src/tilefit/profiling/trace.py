@@ -14,14 +14,8 @@ from tilefit.profiling.chrome import Event, read_events
 
 KERNEL, COPY, FILL = "kernel", "copy", "fill"
 #: What events on the GPU are, by Kineto's category; those in capitals are of PyTorch before 1.12.
-_GPU = {
-    "kernel": KERNEL,
-    "Kernel": KERNEL,
-    "gpu_memcpy": COPY,
-    "Memcpy": COPY,
-    "gpu_memset": FILL,
-    "Memset": FILL,
-}
+_GPU = {"kernel": KERNEL, "gpu_memcpy": COPY, "gpu_memset": FILL}
+_GPU |= {"Kernel": KERNEL, "Memcpy": COPY, "Memset": FILL}
 _RUNTIME = frozenset(("cuda_runtime", "cuda_driver", "Runtime"))
 #: Kinds of events of the host.
 OP, RANGE, FRAME = "op", "range", "frame"
@@ -226,26 +220,14 @@ def collect(events: Iterable[Event], header: dict[str, Any]) -> Trace:
     _nest(host, kept)
     steps = [(start, end) for _, start, end in sorted(marks)]
     return Trace(
-        kernels,
-        kept,
-        host,
-        steps or _whole(kernels, kept),
-        _gpu_name(header, kernels),
-        bool(known_shapes),
+        kernels, kept, host, steps or _whole(kernels, kept), _gpu_name(header, kernels), bool(known_shapes)
     )
 
 
 def _kernel(kind: str, name: str, start_ns: int, end_ns: int, event: Event, args: dict[str, Any]) -> Kernel:
-    return Kernel(
-        kind,
-        name,
-        start_ns,
-        end_ns,
-        int(args["device"] if "device" in args else event["pid"]),
-        args.get("correlation", 0),
-        args.get("External id", 0),
-        int(args.get("bytes", 0)),
-    )
+    device = int(args["device"] if "device" in args else event["pid"])
+    numbers = args.get("correlation", 0), args.get("External id", 0), int(args.get("bytes", 0))
+    return Kernel(kind, name, start_ns, end_ns, device, *numbers)
 
 
 def _note_arguments(operation: HostEvent, args: dict[str, Any], known_shapes: dict[str, Shapes]) -> None:

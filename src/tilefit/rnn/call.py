@@ -10,12 +10,7 @@ from torch import Tensor
 from tilefit.ops import BACKWARD_DATA, FORWARD, Recurrent
 from tilefit.rnn.cells import CELLS
 
-DTYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-}
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 class Call(NamedTuple):

@@ -37,11 +37,7 @@ def _state(x: Tensor, w_hh: Tensor, state: Tensor | None) -> Tensor:
 
 
 def forward(
-    cell: Cell,
-    x: Tensor,
-    joined: Joined,
-    h0: Tensor | None,
-    c0: Tensor | None,
+    cell: Cell, x: Tensor, joined: Joined, h0: Tensor | None, c0: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [T, B, D, H] and final states, as :func:`tilefit.rnn.operator.recurrent` returns them."""
     h0, c0 = _state(x, joined.w_hh, h0), _state(x, joined.w_hh, c0) if cell.has_c else None

@@ -159,12 +159,7 @@ def _cell_refusal(call: Call) -> str | None:
     return "PyTorch's cell functions have no projection (proj_size)" if call.proj else None
 
 
-_REFUSALS = {
-    PERSISTENT: refusal,
-    CUDNN: _torch_refusal,
-    CELL: _cell_refusal,
-    REFERENCE: _reference_refusal,
-}
+_REFUSALS = {PERSISTENT: refusal, CUDNN: _torch_refusal, CELL: _cell_refusal, REFERENCE: _reference_refusal}
 
 
 def _faster(call: Call) -> Choice:
@@ -263,9 +258,8 @@ def backend_of_layer(
         lengths is not None, reset is not None, training, x.dtype, allows_tf32(x.dtype, device),
     )  # fmt: skip
     chosen, reason = _choose(call, _forced(backend), compiled=True)
-    if chosen == CUDNN and device is not None and lengths is None:
-        return chosen
-    if chosen in (PERSISTENT, REFERENCE):
+    by_cudnn = chosen == CUDNN and device is not None and lengths is None
+    if by_cudnn or chosen in (PERSISTENT, REFERENCE):
         return chosen
     if reason == _ASKED_FOR:
         cannot = {

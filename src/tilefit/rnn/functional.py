@@ -146,33 +146,16 @@ def describe(
     steps, batch = sizes
     dtype = computed_dtype(x)
     device = cuda_device(x)
-    return Call(
-        layers.cell.name,
-        dtype,
-        device,
-        x.is_meta,
-        x.shape[-1],
-        flat[0].shape[0] // layers.cell.gates,
-        batch,
-        steps,
-        layers.depth,
-        layers.directions,
-        proj,
-        ragged,
-        reset,
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *states, *flat)),
-        torch.float16 if dtype is not x.dtype and device is not None else dtype,
-        allows_tf32(dtype, device),
-    )
+    hidden, tensors = flat[0].shape[0] // layers.cell.gates, (x, *states, *flat)
+    numbers = x.shape[-1], hidden, batch, steps, layers.depth, layers.directions, proj
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    by_cudnn = torch.float16 if dtype is not x.dtype and device is not None else dtype
+    how = training, by_cudnn, allows_tf32(dtype, device)
+    return Call(layers.cell.name, dtype, device, x.is_meta, *numbers, ragged, reset, *how)
 
 
 def run(
-    layers: Layers,
-    x: Tensor,
-    flat: Sequence[Tensor],
-    rows: Rows,
-    how: Settings,
-    call: Call | None,
+    layers: Layers, x: Tensor, flat: Sequence[Tensor], rows: Rows, how: Settings, call: Call | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Layers one after another by a backend.
 
@@ -202,16 +185,8 @@ def run(
     if call is not None and backend == CELL and not transformed:
         return single_step.run(layers, x, flat, rows, dropout)
     if call is not None and not is_traced() and not transformed:
-        return stack.run(
-            layers,
-            x,
-            flat,
-            rows,
-            dropout=dropout,
-            recompute=how.recompute,
-            backend=backend or "",
-            training=call.training,
-        )
+        options: Any = {"recompute": how.recompute, "backend": backend or "", "training": call.training}
+        return stack.run(layers, x, flat, rows, dropout=dropout, **options)
 
     def layer(x: Tensor, weights: Sequence[Tensor], rows: Rows) -> Any:
         return recurrent(x, weights, rows, layers=layers, recompute=how.recompute, backend=backend or "")
@@ -223,12 +198,7 @@ def run(
 
 
 def _check(
-    cell: Cell,
-    x: Tensor,
-    weights: Sequence[Weights],
-    h0: Tensor | None,
-    c0: Tensor | None,
-    directions: int,
+    cell: Cell, x: Tensor, weights: Sequence[Weights], h0: Tensor | None, c0: Tensor | None, directions: int
 ) -> None:
     """Raise UsageError if sizes do not fit each other."""
     if x.dim() != 3 or x.shape[0] == 0 or x.shape[1] == 0:
@@ -274,17 +244,13 @@ def check_rows(
             raise UsageError(
                 f"lengths is {lengths.dtype}{list(lengths.shape)}", hint=f"Give integers [{batch}]."
             )
-        if (
-            lengths.is_cpu
-            and not torch.compiler.is_compiling()
-            and not bool(((lengths >= 0) & (lengths <= steps)).all())
-        ):
+        read = lengths.is_cpu and not torch.compiler.is_compiling()
+        if read and not bool(((lengths >= 0) & (lengths <= steps)).all()):
             raise UsageError(f"lengths must be within 0 and {steps}")
         lengths = lengths.to(x.device, torch.int32, non_blocking=True).contiguous()
     if reset is not None:
         if reset.shape != (steps, batch):
             raise UsageError(f"reset is {list(reset.shape)}", hint=f"Give [{steps}, {batch}]: steps, batch.")
-        reset = (
-            (reset if reset.dtype is torch.bool else reset != 0).to(x.device).contiguous().view(torch.uint8)
-        )
+        reset = reset if reset.dtype is torch.bool else reset != 0
+        reset = reset.to(x.device).contiguous().view(torch.uint8)
     return lengths, reset

@@ -42,13 +42,16 @@ class Recurrent(nn.RNNBase):
     backend: str | None = None
     recompute: bool = False
 
+    def __init__(
+        self, mode: str, *args: Any, backend: str | None = None, recompute: bool = False, **kwargs: Any
+    ) -> None:
+        if mode != "LSTM" and "proj_size" in kwargs:
+            raise ValueError("proj_size is an argument of LSTM only")
+        super().__init__(mode, *args, **kwargs)
+        configure(self, backend, recompute)
+
     def forward(
-        self,
-        input: Any,
-        hx: Any = None,
-        *,
-        lengths: Tensor | None = None,
-        reset: Tensor | None = None,
+        self, input: Any, hx: Any = None, *, lengths: Tensor | None = None, reset: Tensor | None = None
     ) -> Any:
         """Run the layers over a sequence.
 
@@ -89,8 +92,9 @@ class Recurrent(nn.RNNBase):
             if lengths is not None:
                 raise UsageError("lengths= goes with a batch of sequences, and the input is one")
             rows = reset.unsqueeze(1) if reset is not None else None
-            out, state = self._padded(input.unsqueeze(1), _each(hx, _with_batch), None, rows)
-            return out.squeeze(1), _each(state, _without_batch)
+            hx = _each(hx, lambda state: state.unsqueeze(1))
+            out, state = self._padded(input.unsqueeze(1), hx, None, rows)
+            return out.squeeze(1), _each(state, lambda state: state.squeeze(1))
         if not self.batch_first:
             return self._padded(input, hx, lengths, reset)
         rows = reset.t() if reset is not None else None
@@ -121,10 +125,8 @@ class Recurrent(nn.RNNBase):
         # Not self._flat_weights: torch.func.functional_call may have put in others. A parametrised weight is
         # no parameter, but an attribute.
         parameters: dict[str, Any] = self._parameters
-        return [
-            parameters[name] if name in parameters else getattr(self, name)
-            for name in self._flat_weights_names
-        ]
+        names = self._flat_weights_names
+        return [parameters[name] if name in parameters else getattr(self, name) for name in names]
 
     def _fits(self, x: Tensor, hx: Any, batch: tuple[int, ...]) -> bool:
         """Whether the arguments are as they should be; ``torch.nn`` says best what is wrong with them."""
@@ -218,11 +220,8 @@ class LSTM(Recurrent):
 
     original = nn.LSTM
 
-    def __init__(
-        self, *args: Any, backend: str | None = None, recompute: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("LSTM", *args, **kwargs)
-        configure(self, backend, recompute)
 
     # What torch.nn's forward method calls.
     get_expected_cell_size = nn.LSTM.get_expected_cell_size
@@ -240,13 +239,8 @@ class GRU(Recurrent):
 
     original = nn.GRU
 
-    def __init__(
-        self, *args: Any, backend: str | None = None, recompute: bool = False, **kwargs: Any
-    ) -> None:
-        if "proj_size" in kwargs:
-            raise ValueError("proj_size is an argument of LSTM only")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("GRU", *args, **kwargs)
-        configure(self, backend, recompute)
 
 
 class RNN(Recurrent):
@@ -266,17 +260,12 @@ class RNN(Recurrent):
         num_layers: int = 1,
         nonlinearity: str = "tanh",
         *args: Any,
-        backend: str | None = None,
-        recompute: bool = False,
         **kwargs: Any,
     ) -> None:
         if nonlinearity not in ("tanh", "relu"):
             raise ValueError(f"nonlinearity is {nonlinearity!r}, which is neither 'tanh' nor 'relu'")
-        if "proj_size" in kwargs:
-            raise ValueError("proj_size is an argument of LSTM only")
         self.nonlinearity = nonlinearity
         super().__init__(f"RNN_{nonlinearity.upper()}", input_size, hidden_size, num_layers, *args, **kwargs)
-        configure(self, backend, recompute)
 
 
 def explain(model: nn.Module, *inputs: Any, gpu: str = "", **arguments: Any) -> Explanations:
@@ -327,11 +316,3 @@ def _each(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(state, (tuple, list)):
         return tuple(map(change, state))
     return state if state is None else change(state)
-
-
-def _with_batch(state: Tensor) -> Tensor:
-    return state.unsqueeze(1)
-
-
-def _without_batch(state: Tensor) -> Tensor:
-    return state.squeeze(1)

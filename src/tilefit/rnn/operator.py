@@ -7,6 +7,7 @@ The operator is what ``torch.compile``, ``torch.export`` and tracing see. Eager 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,27 +84,15 @@ def layer_weights(cell: Cell, joined: Joined) -> Weights:
     return Weights(w_ih.flatten(0, 1), w_hh, bias.flatten(), bias_n)
 
 
-def _forward(
-    x: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
-    cell: str,
-    keep: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    kind, joined = CELLS[cell], Joined(w_ih, w_hh, b_ih, b_hh)
-    chosen = backend_of_layer(x, w_hh, kind, lengths, reset, keep != NOTHING, backend)
+def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The operator, with the arguments of its schema."""
+    joined, rows, (cell, keep, backend) = Joined(*rest[:4]), Rows(*rest[4:8]), rest[8:]
+    kind = CELLS[cell]
+    chosen = backend_of_layer(x, joined.w_hh, kind, rows.lengths, rows.reset, keep != NOTHING, backend)
     with products.precision(x):
         if chosen == CUDNN:
-            out, h_n, c_n = cudnn.forward(kind, x, joined, h0, c0)
+            out, h_n, c_n = cudnn.forward(kind, x, joined, rows.h0, rows.c0)
             return out, h_n, c_n, *_nothing_saved(kind, out, keep)
-        rows = Rows(h0, c0, lengths, reset)
         result = passes.forward(kind, chosen, keep, x, layer_weights(kind, joined), rows)
     out, saved = result.out.contiguous(), _nothing_saved(kind, result.out, NOTHING)
     assert result.h_n is not None
@@ -128,37 +117,19 @@ def _nothing_saved(kind: Cell, out: Tensor, keep: str) -> tuple[Tensor, Tensor]:
     )
 
 
-def _backward(
-    grad_out: Tensor | None,
-    grad_hn: Tensor | None,
-    grad_cn: Tensor | None,
-    x: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    lengths: Tensor | None,
-    reset: Tensor | None,
-    out: Tensor,
-    gates: Tensor,
-    c: Tensor,
-    cell: str,
-    keep: str,
-    backend: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """Gradients of x, w_ih, w_hh, b_ih, b_hh, h0 and c0; empty where not needed."""
-    kind, joined = CELLS[cell], Joined(w_ih, w_hh, b_ih, b_hh)
-    grads, rows = Grads(grad_out, grad_hn, grad_cn), Rows(h0, c0, lengths, reset)
-    chosen = backend_of_layer(x, w_hh, kind, lengths, reset, True, backend)
+def _backward(*given: Any) -> tuple[Tensor, ...]:
+    """Gradients of x, w_ih, w_hh, b_ih, b_hh, h0 and c0, of the arguments of the schema; empty where not
+    needed."""
+    grads, x, joined, rows = Grads(*given[:3]), given[3], Joined(*given[4:8]), Rows(*given[8:12])
+    results, (cell, keep, backend, needs) = given[12:15], given[15:]
+    kind, out = CELLS[cell], results[0]
+    chosen = backend_of_layer(x, joined.w_hh, kind, rows.lengths, rows.reset, True, backend)
     with products.precision(x):
         if chosen == CUDNN:
-            found = cudnn.backward(kind, _filled(kind, out, grads), x, joined, h0, c0, needs)
+            filled = _filled(kind, out, grads)
+            found = cudnn.backward(kind, filled, x, joined, rows.h0, rows.c0, needs)
         else:
             weights = layer_weights(kind, joined)
-            results = (out, gates, c)
             dg, grad_h0, grad_c0 = passes.backward(kind, chosen, keep, grads, x, weights, rows, results)
             dg, out = dg.contiguous(), out.contiguous()
             bias_pairs: Any = (None, None)
@@ -171,7 +142,7 @@ def _backward(
                 grad_w_hh = torch.stack([products.torch_order(kind, part) for part in parts])
             found = [
                 products.input_gradient(kind, dg, weights.w_ih) if needs[0] else None,
-                products.input_weight_gradient(kind, dg, x).view(w_ih.shape) if needs[1] else None,
+                products.input_weight_gradient(kind, dg, x).view(joined.w_ih.shape) if needs[1] else None,
                 grad_w_hh,
                 *bias_pairs,
                 grad_h0,
@@ -229,14 +200,9 @@ def _(x: Tensor, w_ih: Tensor, w_hh: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
 @_backward_operator.register_fake
 def _(grad_out: Any, grad_hn: Any, grad_cn: Any, *rest: Any) -> tuple[Tensor, ...]:
-    needs = rest[-1]
-    x = rest[0]
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format)
-        if needed and t is not None
-        else x.new_empty(0)
-        for t, needed in zip(rest[:_DIFFERENTIABLE], needs, strict=True)
-    )
+    like = partial(torch.empty_like, memory_format=torch.contiguous_format)
+    both = zip(rest[:_DIFFERENTIABLE], rest[-1], strict=True)
+    return tuple(like(t) if needed and t is not None else rest[0].new_empty(0) for t, needed in both)
 
 
 def reference_gradients(
@@ -244,14 +210,8 @@ def reference_gradients(
 ) -> Iterator[Tensor]:
     """Gradients that can be differentiated again: autograd's of the reference's outputs."""
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
-    found = torch.autograd.grad(
-        [output for output, _ in pairs],
-        wanted,
-        [grad for _, grad in pairs],
-        create_graph=True,
-        materialize_grads=True,
-    )
-    return iter(found)
+    both = [output for output, _ in pairs], wanted, [grad for _, grad in pairs]
+    return iter(torch.autograd.grad(*both, create_graph=True, materialize_grads=True))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

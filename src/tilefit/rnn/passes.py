@@ -38,14 +38,7 @@ class Weights(NamedTuple):
     bias_n: Tensor | None
 
 
-def forward(
-    cell: Cell,
-    backend: str,
-    keep: str,
-    x: Tensor,
-    weights: Weights,
-    rows: Rows,
-) -> Forward:
+def forward(cell: Cell, backend: str, keep: str, x: Tensor, weights: Weights, rows: Rows) -> Forward:
     """Run a layer over its sequence.
 
     Args:

@@ -92,12 +92,7 @@ def project(x: Tensor, w_ih: Tensor, bias: Tensor | None, directions: int) -> Te
 
 
 def rebuilt_gates(
-    cell: Cell,
-    xg: Tensor,
-    w_hh: Tensor,
-    bias_n: Tensor | None,
-    out: Tensor,
-    rows: Rows,
+    cell: Cell, xg: Tensor, w_hh: Tensor, bias_n: Tensor | None, out: Tensor, rows: Rows
 ) -> Tensor:
     """The gates that a forward pass did not save, from the outputs it did: [T, B, D, saved * H].
 

@@ -17,13 +17,7 @@ from tilefit.rnn.states import active_steps, previous
 
 
 def forward(
-    cell: Cell,
-    xg: Tensor,
-    w_hh: Tensor,
-    bias_n: Tensor | None,
-    rows: Rows,
-    *,
-    save: bool,
+    cell: Cell, xg: Tensor, w_hh: Tensor, bias_n: Tensor | None, rows: Rows, *, save: bool
 ) -> Forward:
     """Run a layer over its sequence.
 
@@ -109,11 +103,7 @@ def _step(
 
 
 def backward(
-    cell: Cell,
-    grads: Grads,
-    results: tuple[Tensor, Tensor, Tensor],
-    w_hh: Tensor,
-    rows: Rows,
+    cell: Cell, grads: Grads, results: tuple[Tensor, Tensor, Tensor], w_hh: Tensor, rows: Rows
 ) -> Backward:
     """Gradient of the pre-activations and of the initial state.
 

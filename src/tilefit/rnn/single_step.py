@@ -22,11 +22,7 @@ _FUNCTIONS: dict[str, Any] = {"lstm": torch.lstm_cell, "gru": torch.gru_cell}
 
 
 def run(
-    layers: Layers,
-    x: Tensor,
-    flat: Sequence[Tensor],
-    rows: Rows,
-    dropout: float,
+    layers: Layers, x: Tensor, flat: Sequence[Tensor], rows: Rows, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Layers one after another; arguments and results as of :func:`tilefit.rnn.functional.run`.
 

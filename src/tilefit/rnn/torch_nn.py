@@ -21,12 +21,7 @@ _CALLS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN
 
 
 def run(
-    layers: Layers,
-    x: Tensor,
-    flat: Sequence[Tensor],
-    rows: Rows,
-    dropout: float,
-    training: bool,
+    layers: Layers, x: Tensor, flat: Sequence[Tensor], rows: Rows, dropout: float, training: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Layers one after another; arguments and results as of :func:`tilefit.rnn.functional.run`.
 

@@ -39,6 +39,19 @@ class Change:
     rewrite: Callable[[Step], Step] | None = None
 
 
+def changed(step: Step, change: Change) -> Step:
+    """The step with the change made. Its memory is left as it is."""
+    if change.step is not None:
+        return change.step
+    ops: list[StepOp] = []
+    before = [0]
+    for index, op in enumerate(step.ops):
+        ops.extend(change.replace.get(index, (op,)))
+        before.append(len(ops))
+    program = step.program and step.program.moved(lambda index: before[min(index, len(step.ops))])
+    return replace(step, ops=tuple(ops), program=program)
+
+
 class Located(Protocol):
     """What has a module's path and a line: a site, a layer."""
 

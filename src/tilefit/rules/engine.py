@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import combinations as choices
 from math import hypot, inf
@@ -14,9 +14,9 @@ from tilefit.cost import Estimate, StepEstimate, estimate_step, step_s
 from tilefit.cost.estimate import EXPOSED, LAUNCH, WAITS
 from tilefit.cost.priced import priced
 from tilefit.gpus import Gpu
-from tilefit.ops import Step, StepOp
+from tilefit.ops import Step
 from tilefit.options import Selection, SelectionKeywords, taken
-from tilefit.rules.base import Change, Context, Edits, Proposal
+from tilefit.rules.base import Change, Context, Edits, Proposal, changed
 from tilefit.rules.finding import ERROR, NOTE, SAFE, THROUGHPUT, WARNING, Finding
 from tilefit.rules.registry import select as select_rules
 
@@ -150,19 +150,6 @@ def combinations(context: Context, found: Sequence[Found]) -> list[tuple[tuple[i
             parts_s = min(times_s[part] for part in choices(chosen, size - 1))
             times_s[chosen] = min(parts_s, together_s(context, [found[i] for i in chosen]))
     return list(times_s.items())
-
-
-def changed(step: Step, change: Change) -> Step:
-    """The step with the change made. Its memory is left as it is."""
-    if change.step is not None:
-        return change.step
-    ops: list[StepOp] = []
-    before = [0]
-    for index, op in enumerate(step.ops):
-        ops.extend(change.replace.get(index, (op,)))
-        before.append(len(ops))
-    program = step.program and step.program.moved(lambda index: before[min(index, len(step.ops))])
-    return replace(step, ops=tuple(ops), program=program)
 
 
 def gain(before: StepEstimate, after: StepEstimate, change: Change) -> tuple[float, float, float]:

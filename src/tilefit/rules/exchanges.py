@@ -8,6 +8,7 @@ from dataclasses import replace
 from tilefit.ops import FORWARD, OPTIMIZER, Exchange, Program, Step
 from tilefit.ops.collective import ALL_REDUCE
 from tilefit.ops.program import AWAIT, EXCHANGE, RECORD, Ordered
+from tilefit.rules.base import Change, changed
 
 #: Bytes of a message beyond which a longer one gains little: ``DistributedDataParallel``'s own choice.
 BUCKET_BYTES = 25 << 20
@@ -86,11 +87,7 @@ def beside(program: Program, added: Iterable[tuple[int, int, Exchange]]) -> Prog
 
 def without_ops(step: Step, gone: Collection[int], program: Program) -> Step:
     """The step without some operations, in another program."""
-    before = [0]
-    for index in range(len(step.ops)):
-        before.append(before[-1] + (index not in gone))
-    ops = tuple(entry for index, entry in enumerate(step.ops) if index not in gone)
-    return replace(step, ops=ops, program=program.moved(lambda index: before[min(index, len(step.ops))]))
+    return changed(replace(step, program=program), Change(dict.fromkeys(gone, ())))
 
 
 def last_backward(step: Step) -> tuple[int, int]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
-from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.layers import Linear, linears
 
 FLOATS = ("fp64", "fp32", "fp16", "bf16")
@@ -158,17 +157,15 @@ def _take(by_operand: dict[int, list[int]], taken: set[int], entry: StepOp) -> i
 def activation(entry: StepOp) -> TensorRef | None:
     """The largest operand of an operation that is not a parameter."""
     refs = [ref for ref in entry.inputs if not ref.parameter]
-    return max(refs, key=lambda ref: prod(ref.shape), default=None)
+    return max(refs, key=lambda ref: ref.elements, default=None)
 
 
 def is_cast(entry: StepOp) -> bool:
     """A copy of one floating-point tensor in another element type."""
-    if entry.op.category != "copy":
+    if entry.op.category != "copy" or len(entry.inputs) != 1 or len(entry.outputs) != 1:
         return False
-    if len(entry.inputs) != 1 or len(entry.outputs) != 1:
-        return False
-    source, result = entry.inputs[0], entry.outputs[0]
-    return source.dtype != result.dtype and {source.dtype, result.dtype} <= set(FLOATS)
+    types = {entry.inputs[0].dtype, entry.outputs[0].dtype}
+    return len(types) == 2 and types <= set(FLOATS)
 
 
 def is_add(entry: StepOp) -> bool:
@@ -176,14 +173,9 @@ def is_add(entry: StepOp) -> bool:
     return isinstance(entry.op, Streaming) and entry.name.rstrip("_") == "aten.add" and len(entry.inputs) >= 2
 
 
-def elements(ref: TensorRef) -> int:
-    """Elements of a tensor."""
-    return prod(ref.shape)
-
-
 def tensor_bytes(refs: Iterable[TensorRef]) -> int:
     """Bytes of tensors, each memory counted once."""
-    return sum(elements(ref) * size_bytes(ref.dtype) for ref in {ref.id: ref for ref in refs}.values())
+    return sum(ref.bytes for ref in {ref.id: ref for ref in refs}.values())
 
 
 def parent(module: str) -> str:
@@ -193,8 +185,7 @@ def parent(module: str) -> str:
 
 def copy_op(source: TensorRef, result: TensorRef) -> Streaming:
     """The operation that copies (and casts) one tensor into another."""
-    read_bytes, write_bytes = (elements(ref) * size_bytes(ref.dtype) for ref in (source, result))
-    return Streaming("copy", elements(source), read_bytes, write_bytes, source.dtype)
+    return Streaming("copy", source.elements, source.bytes, result.bytes, source.dtype)
 
 
 def bias_gradient(flow: Flow, call: LinearCall) -> int | None:

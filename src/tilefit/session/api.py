@@ -29,47 +29,31 @@ if TYPE_CHECKING:
     Model = torch.nn.Module | Callable[..., Any]
 
 _Path = str | os.PathLike[str]
+_Several = list[str | Gpu] | list[str] | list[Gpu] | tuple[str | Gpu, ...]
+
+
+class _OfTarget(TargetKeywords, total=False):
+    calibration: _Path | None
+
+
+class _OfModel(CheckKeywords, total=False):
+    calibration: _Path | None
+    loss: Callable[[Any], torch.Tensor] | None
+    name: str
+    datamodule: Any
 
 
 @overload
+def check(model: str, *, gpu: str | Gpu | None = None, **keywords: Unpack[_OfTarget]) -> Report: ...
+@overload
+def check(model: str, *, gpu: _Several, **keywords: Unpack[_OfTarget]) -> Report | Comparison: ...
+@overload
 def check(
-    model: str,
-    *,
-    gpu: str | Gpu | None = None,
-    calibration: _Path | None = None,
-    **keywords: Unpack[TargetKeywords],
+    model: Model, inputs: Any = None, *, gpu: str | Gpu | None = None, **keywords: Unpack[_OfModel]
 ) -> Report: ...
 @overload
 def check(
-    model: str,
-    *,
-    gpu: list[str | Gpu] | list[str] | list[Gpu] | tuple[str | Gpu, ...],
-    calibration: _Path | None = None,
-    **keywords: Unpack[TargetKeywords],
-) -> Report | Comparison: ...
-@overload
-def check(
-    model: Model,
-    inputs: Any = None,
-    *,
-    gpu: str | Gpu | None = None,
-    calibration: _Path | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    name: str = "",
-    datamodule: Any = None,
-    **keywords: Unpack[CheckKeywords],
-) -> Report: ...
-@overload
-def check(
-    model: Model,
-    inputs: Any = None,
-    *,
-    gpu: list[str | Gpu] | list[str] | list[Gpu] | tuple[str | Gpu, ...],
-    calibration: _Path | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    name: str = "",
-    datamodule: Any = None,
-    **keywords: Unpack[CheckKeywords],
+    model: Model, inputs: Any = None, *, gpu: _Several, **keywords: Unpack[_OfModel]
 ) -> Report | Comparison: ...
 def check(
     model: Model | str,

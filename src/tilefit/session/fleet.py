@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import redirect_stdout
-from types import TracebackType
 from typing import Any
 
 from tilefit import units
@@ -33,9 +32,7 @@ class Fleet:
             import ray
         except ImportError as error:
             raise UsageError(
-                "a cluster needs Ray, which is not installed",
-                where="--ray",
-                hint="Run: pip install ray.",
+                "a cluster needs Ray, which is not installed", where="--ray", hint="Run: pip install ray."
             ) from error
         self._ray: Any = ray
         # Ray tells of machines that die where data belong.
@@ -56,12 +53,10 @@ class Fleet:
         self._aside.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._ours:
             self._ray.shutdown()
-        self._aside.__exit__(kind, error, trace)
+        self._aside.__exit__(None, None, None)
 
     @property
     def cores(self) -> int:

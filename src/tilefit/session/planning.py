@@ -20,16 +20,7 @@ from tilefit.parallel.blocks import Model
 from tilefit.parallel.choices import TrainingSplit
 from tilefit.parallel.memory_choices import require_choices, said_of
 from tilefit.parallel.offers import offers
-from tilefit.parallel.planning import (
-    KEPT,
-    SLOW_HOST,
-    UNEVEN,
-    Job,
-    Planner,
-    Priced,
-    precision_of,
-    tokens_of,
-)
+from tilefit.parallel.planning import KEPT, SLOW_HOST, UNEVEN, Job, Planner, Priced, precision_of, tokens_of
 from tilefit.report.split_plans import Choice, SplitPlan
 from tilefit.session.fleet import Fleet
 from tilefit.units import counted

@@ -131,9 +131,7 @@ def _sizes(option: str, item: str) -> Sequence[int]:
         step = int(match[3])
         if (last - first) // step > MOST_POINTS:
             raise UsageError(
-                f"{item} has more than {MOST_POINTS:,} sizes",
-                where=option,
-                hint="Take a larger step.",
+                f"{item} has more than {MOST_POINTS:,} sizes", where=option, hint="Take a larger step."
             )
         return [first, *range((first // step + 1) * step, last + 1, step)]
     powers = (1 << exponent for exponent in range(first.bit_length(), last.bit_length()))

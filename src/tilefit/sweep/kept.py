@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,8 @@ _ROOMS = ("capture", "cost", "gpus", "ops", "parallel", "sweep")
 class Kept:
     """Points that were computed before.
 
-    A point is found again if the target (of a Python file, its text), the options, the GPU with the profile
-    of its estimates, and the versions of tilefit and of the libraries are the same. Other files that a target
-    imports are not looked at.
+    A point is found again if the target, the texts of the user's modules that it is made of, the options, the
+    GPU with its calibration, and the versions of tilefit and of the libraries are the same.
 
     Args:
         store: Where they are.
@@ -39,7 +41,7 @@ class Kept:
     ) -> None:
         self._store = store
         self._fresh = fresh
-        self._about = [target, _content(target), versions(_ROOMS), list(measured)]
+        self._about = [target, _texts(target), versions(_ROOMS), list(measured)]
         self.found = 0
 
     def get(self, options: AnyOptions, gpu: PricedGpu, more: Mapping[str, Any]) -> Point | None:
@@ -68,10 +70,32 @@ class Kept:
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
-def _content(target: str) -> str:
-    """The text of the file a target is in; empty for a library's model."""
-    path = target.removeprefix("hf:") if target.startswith("hf:") else target.rpartition(":")[0]
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    with suppress(OSError):
-        return file.read_text(errors="replace")
-    return ""
+def _texts(target: str) -> dict[str, str]:
+    """The texts of the file a target is in, and of those beside it or below this folder that it imports, and
+    that these import; none for a library's model."""
+    place = target.removeprefix("hf:") if target.startswith("hf:") else target.rpartition(":")[0]
+    first = Path(place)
+    waiting = [first / "config.json" if first.is_dir() else first, *_files(place, {Path()})]
+    texts: dict[str, str] = {}
+    for file in waiting:  # which grows
+        if str(file) not in texts and file.is_file():
+            texts[str(file)] = text = file.read_text(errors="replace")
+            for name in _imported(text) if file.suffix == ".py" else ():
+                waiting += _files(name, {Path(), first.parent, file.parent})
+    return texts
+
+
+def _imported(text: str) -> Iterator[str]:
+    """What a file of Python imports: modules, and what may be one."""
+    with suppress(SyntaxError):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                of = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
+                yield from (f"{of}{each.name}" for each in node.names)
+
+
+def _files(module: str, folders: Iterable[Path]) -> Iterator[Path]:
+    """Where a module and the packages that it is in may be."""
+    for path in accumulate(map(Path, module.split(".")), operator.truediv):
+        for folder in folders:
+            yield from (folder / f"{path}.py", folder / path / "__init__.py")

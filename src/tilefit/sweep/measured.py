@@ -51,11 +51,7 @@ def measured(grid: Grid, points: Sequence[Point], place: torch.device, kept: Kep
 
 
 def search(
-    grid: Grid,
-    points: Sequence[Point],
-    place: torch.device,
-    kept: Kept,
-    meter: Measure | None = None,
+    grid: Grid, points: Sequence[Point], place: torch.device, kept: Kept, meter: Measure | None = None
 ) -> tuple[list[Point], str]:
     """The batch of the highest throughput that fits, found by :func:`~tilefit.sweep.best.best_batch`.
 

@@ -84,10 +84,7 @@ class Meter:
         shapes = load(self._target, self._options_at(batch, real=False))
         self._require(batch, shapes.inputs)
         run = Run(
-            self._model.train(options.train),
-            tree_map(self._filled, shapes.inputs),
-            options,
-            loss=shapes.loss,
+            self._model.train(options.train), tree_map(self._filled, shapes.inputs), options, loss=shapes.loss
         )
         if cuda:
             torch.cuda.reset_peak_memory_stats(self._device)

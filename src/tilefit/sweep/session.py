@@ -136,8 +136,5 @@ def _sorted(grid: Grid, points: Iterable[Point]) -> tuple[Point, ...]:
     order = {axis.name: {value: i for i, value in enumerate(axis.values)} for axis in grid.axes}
     gpus = [gpu.name for gpu in grid.gpus]
     return tuple(
-        sorted(
-            points,
-            key=lambda p: (gpus.index(p.gpu), *(order[name].get(p.at[name], 0) for name in order)),
-        )
+        sorted(points, key=lambda p: (gpus.index(p.gpu), *(order[name].get(p.at[name], 0) for name in order)))
     )

@@ -339,6 +339,24 @@ def test_torchscript_runs_as_the_python_that_it_was_made_of(tmp_path: Path) -> N
         _run(tmp_path, f"import torch\nnet = torch.jit.script({model}).cuda()\n{calls}")
 
 
+def test_a_scripted_class_finds_what_is_defined_beside_it(tmp_path: Path) -> None:
+    text = """
+import torch
+def doubled(x: float) -> float:
+    return 2 * x
+@torch.jit.script
+class Scale:
+    def __init__(self, x: float):
+        self.x = doubled(x)
+net = torch.nn.Linear(8, 8).cuda().eval()
+for _ in range(9):
+    net(Scale(1.0).x * torch.zeros(4, 8, device="cuda"))
+"""
+    step = _run(tmp_path, text)
+
+    assert sum(entry.op.multiplies for entry in step.ops) == 1
+
+
 def test_an_operator_without_shapes_is_named(tmp_path: Path) -> None:
     text = """
 import torch

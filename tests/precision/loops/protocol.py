@@ -457,6 +457,33 @@ def sum_of_scaled_and_unscaled_loss():
 
 
 @wrong(6)
+def divided_by_hand_and_by_the_scaler():
+    model, s = net(), scaler()
+    optimizer = Adam(model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        s.scale(mse(model, *batch())).backward()
+        for p in model.parameters():
+            p.grad.div_(s.get_scale())
+        clip_grad_norm_(model.parameters(), 1.0)
+        s.step(optimizer)  # here
+        s.update()
+
+
+@wrong(6)
+def optimizers_stepped_through_each_others_scaler():
+    models, scalers = (net(), net()), (scaler(), scaler())
+    optimizers = [Adam(model.parameters()) for model in models]
+    for _ in range(STEPS):
+        for model, s in zip(models, scalers, strict=True):
+            s.scale(mse(model, *batch())).backward()
+        for optimizer, s in zip(optimizers, reversed(scalers), strict=True):
+            s.step(optimizer)  # here
+            s.update()
+            optimizer.zero_grad()
+
+
+@wrong(6)
 def loss_is_not_scaled_but_divided():
     model, s = net(), scaler()
     optimizer = Adam(model.parameters())
@@ -593,6 +620,37 @@ def branches_that_take_turns():
         clip_grad_norm_(one.parameters(), 1.0)
         s.step(optimizer)
         s.update()
+
+
+@wrong(3)
+def optimizers_within_a_scaled_backward_pass():
+    model, s = net(), scaler()
+    optimizers = {p: SGD([p], lr=1e-6) for p in model.parameters()}
+
+    def hook(p):
+        optimizers[p].step()  # here
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    for _ in range(STEPS):
+        s.scale(mse(model, *batch())).backward()
+
+
+@right(3)
+def optimizers_within_the_backward_pass_that_unscale():
+    model, s = net(), scaler()
+    optimizers = {p: SGD([p], lr=0.1) for p in model.parameters()}
+
+    def hook(p):
+        p.grad.div_(s.get_scale())
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    for _ in range(STEPS):
+        s.scale(mse(model, *batch())).backward()
 
 
 @right(4)

@@ -284,6 +284,18 @@ def two_losses_of_a_critic():
         optimizer.step()
 
 
+@right(18)
+def a_loss_for_each_of_two_models():
+    models = net(), net()
+    optimizers = [Adam(model.parameters()) for model in models]
+    for _ in range(STEPS):
+        for model in models:
+            mse(model, *batch(), dtype=BF16).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # ---- 24 many sums in half ------------------------------------------------------------------------
 
 

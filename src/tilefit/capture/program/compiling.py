@@ -62,6 +62,8 @@ class Compiling:
         def run(made: Any, *args: Any, **kwargs: Any) -> Any:
             is_python = isinstance(made, nn.Module) and not isinstance(made, torch.jit.ScriptModule)
             if not (is_python and is_on_gpu(made)):
+                if function.__name__ == "script":  # of a class the names are looked up in the caller's frame
+                    kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
                 return function(made, *args, **kwargs)
             self._scripted = True
             if not hasattr(made, "save"):

@@ -14,11 +14,11 @@ _SCALE = ("loss scale",)
 class ClipOnScaled(PrecisionRule, code="AMP001", severity=ERROR, needs=_SCALE):
     """Gradients are clipped while they still carry the loss scale.
 
-    What it sees: `clip_grad_norm_`, `clip_grad_value_` or clipping by hand between the scaled backward pass
-    and `unscale_`, in hooks as well. The scale of every gradient is followed exactly; no threshold is
-    involved. A limit of inf, used to log the norm, changes nothing and is a note: the logged norm is too
-    large by the scale. A constant that the loss was multiplied by counts as a scale once it is divided
-    out.
+    What it sees: `clip_grad_norm_` or clipping to a norm by hand between the scaled backward pass and
+    `unscale_`, in hooks as well; `clip_grad_value_` is AMP002's. The scale of every gradient is followed
+    exactly; no threshold is involved. A limit of inf, used to log the norm, changes nothing and is a note:
+    the logged norm is too large by the scale. A constant that the loss was multiplied by counts as a scale
+    once it is divided out.
 
     Why nobody notices: With a scale of 65536 a limit of 1.0 acts as 1.5e-5. Every gradient is clipped, all of
     them to the same small norm; Adam divides that out in part, and a flat loss curve hides the rest.
@@ -68,9 +68,10 @@ class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE
     """Something is added to, clamped in or put in place of gradients that still carry the loss scale.
 
     What it sees: Between the scaled backward pass and `unscale_`, an operation that writes to a gradient and
-    does not commute with the scale: a penalty, noise, `clamp_`, `nan_to_num_`, a gradient replaced by a
-    function of itself. What commutes is fine: averaging over ranks, multiplying by a number or a mask,
-    clearing, dividing by the scale by hand. Hooks on gradients are looked at too.
+    does not commute with the scale: a penalty, noise, `clamp_` (that of `clip_grad_value_` too),
+    `nan_to_num_`, a gradient replaced by a function of itself. What commutes is fine: averaging over ranks,
+    multiplying by a number or a mask, clearing, dividing by the scale by hand. Hooks on gradients are looked
+    at too.
 
     Why nobody notices: The optimizer divides what was added by the scale: with 65536, a weight decay of 1e-3
     acts as 1.5e-8. And `nan_to_num_` hides from the scaler the inf it must see to skip the step.
@@ -219,7 +220,8 @@ class WrongDivision(PrecisionRule):
     """Gradients were divided by a scale that is not the one they carry."""
 
     #: ``again`` (they had been divided before), ``older`` (they carry the scale before an update), ``mixed``
-    #: (parts with and without a scale), ``spread`` (parts of different scales), ``plain`` (they carry none);
+    #: (parts with and without a scale), ``spread`` (parts of different scales), ``foreign`` (they carry
+    #: another scaler's), ``plain`` (they carry none);
     #: ``loss``: before that, one backward pass starts from a sum of which a part was scaled; ``raised``: a
     #: method of the scaler did.
     kind: str
@@ -290,10 +292,10 @@ class MixedAccumulation(WrongDivision, code="AMP006", severity=ERROR, needs=_SCA
     """A gradient is the sum of parts that carry different scales.
 
     What it sees: The gradients that one `unscale_` or step consumes come from backward passes with and
-    without a scale, or with scales of different generations; or a loss is the sum of a scaled and an
-    unscaled part. Gradients are judged when they are used: what is cleared before does not count, however
-    it is cleared. Of a backward pass that is given gradients, as those of pipeline stages are, nothing is
-    concluded.
+    without a scale, or with scales of different generations, or carry none, as they were never scaled or your
+    own code has divided them; or a loss is the sum of a scaled and an unscaled part. Gradients are judged
+    when they are used: what is cleared before does not count, however it is cleared. Of a backward pass that
+    is given gradients, as those of pipeline stages are, nothing is concluded.
 
     Why nobody notices: One part is too small by the scale, so it is as if it were not there. With
     accumulation that leaves the last micro-batch; with an auxiliary loss it leaves the main one.
@@ -327,7 +329,7 @@ class MixedAccumulation(WrongDivision, code="AMP006", severity=ERROR, needs=_SCA
         if self.kind == "loss":
             return self.alarm("the loss is a sum of which only a part is scaled", f"the other {smaller}")
         what, fix = _MIXTURES[self.kind]
-        small = [] if self.kind == "spread" else [f"that {smaller}"]
+        small = [] if self.kind in ("spread", "foreign") else [f"that {smaller}"]
         return self.alarm(f"{self.parameters} gradients of {self.module} are {what}", *small, fix=fix)
 
 
@@ -341,9 +343,14 @@ _MIXTURES = {
         "sums of parts with different loss scales",
         "Call scaler.update() only after the step that uses the accumulated gradients.",
     ),
+    "foreign": (
+        "multiplied by the loss scale of one scaler and divided by that of another",
+        "Step each optimizer through the scaler that scaled its loss.",
+    ),
     "plain": (
-        "divided by the loss scale and were never multiplied by it",
-        "Call scaler.scale(loss).backward() for every loss this optimizer learns from.",
+        "divided by the loss scale, which they do not carry",
+        "Call scaler.scale(loss).backward() for every loss this optimizer learns from; do not divide by the "
+        "scale yourself, as the scaler does.",
     ),
 }
 
@@ -379,7 +386,8 @@ class OneScalerManyOptimizers(WrongDivision, code="AMP019", needs=_SCALE):
         return self.older(f"{self.other} stepped, and the scaler was updated, in between")
 
 
-#: What breaks each way to misuse gradients; ``older`` with another optimizer's step in between, the last.
+#: What breaks each way to misuse gradients; ``older`` with another optimizer's step in between, the last; of
+#: another scaler, ``foreign``.
 _MISUSES: dict[str, type[PrecisionRule]] = {
     **dict.fromkeys(("clipped", "hand"), ClipOnScaled),
     **dict.fromkeys(("again", "older"), UpdateMisplaced),
@@ -391,6 +399,8 @@ _MISUSES: dict[str, type[PrecisionRule]] = {
 
 def misuse(kind: str, **figures: Any) -> PrecisionRule:
     """What a misuse of gradients breaks, told with those of the figures that it is about."""
+    if kind == "older" and figures.get("foreign"):
+        kind = "foreign"
     apart = kind == "older" and figures.get("other")
     rule = OneScalerManyOptimizers if apart else _MISUSES[kind]
     fields = rule.__dataclass_fields__

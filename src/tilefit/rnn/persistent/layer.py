@@ -43,21 +43,10 @@ def refusal(call: Call) -> str | None:
         return (
             f"{steps} steps of {batch} rows in {directions} directions are more than the kernels can number"
         )
-    padded = _padded(hidden, dtype)
-    strict = _strict(dtype, padded, batch, device)
-    layer = Problem(
-        CELLS[call.cell],
-        ELEMENTS[dtype],
-        padded,
-        batch,
-        directions,
-        False,
-        call.ragged,
-        call.reset,
-        strict,
-    )
+    sizes = _padded(hidden, dtype), batch, directions
     for backward_pass in (False, True) if call.training else (False,):
-        if chosen(layer._replace(backward=backward_pass), capacity(index)) is None:
+        layer = _problem(CELLS[call.cell], dtype, device, sizes, backward_pass, call.ragged, call.reset)
+        if chosen(layer, capacity(index)) is None:
             ragged = ", with lengths or resets" if call.ragged or call.reset else ""
             return (
                 f"the recurrent weights of hidden size {hidden} with mini-batch {batch} do not fit on the "
@@ -66,10 +55,20 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-def _strict(dtype: torch.dtype, hidden: int, batch: int, device: torch.device) -> bool:
-    """Whether products are those of float32, and not of TF32."""
+def _problem(
+    cell: Cell,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    backward: bool,
+    ragged: bool,
+    reset: bool,
+) -> Problem:
+    """What a kernel is cut for: a pass of a layer of so many units (padded), rows and directions."""
+    hidden, batch, _ = sizes
     small = hidden < TF32_HIDDEN or batch < TF32_BATCH
-    return dtype is torch.float32 and (small or not allows_tf32(dtype, device))
+    strict = dtype is torch.float32 and (small or not allows_tf32(dtype, device))
+    return Problem(cell, ELEMENTS[dtype], *sizes, backward, ragged, reset, strict)
 
 
 def has_bindings() -> bool:
@@ -82,13 +81,7 @@ def has_bindings() -> bool:
 
 
 def forward(
-    cell: Cell,
-    xg: Tensor,
-    w_hh: Tensor,
-    bias_n: Tensor | None,
-    rows: Rows,
-    *,
-    save: bool,
+    cell: Cell, xg: Tensor, w_hh: Tensor, bias_n: Tensor | None, rows: Rows, *, save: bool
 ) -> Forward:
     """All time steps of one layer; see :func:`tilefit.rnn.reference.forward`. No initial state: zeros."""
     steps, batch, directions, _ = xg.shape
@@ -131,11 +124,7 @@ def forward(
 
 
 def backward(
-    cell: Cell,
-    grads: Grads,
-    results: tuple[Tensor, Tensor | None, Tensor],
-    w_hh: Tensor,
-    rows: Rows,
+    cell: Cell, grads: Grads, results: tuple[Tensor, Tensor | None, Tensor], w_hh: Tensor, rows: Rows
 ) -> Backward:
     """The gradients of one layer; see :func:`tilefit.rnn.reference.backward`. What is None is zeros."""
     out, gates, c = results
@@ -183,19 +172,8 @@ def _kernel_for(
     cell: Cell, like: Tensor, rows: Rows, sizes: tuple[int, int, int], *, backward: bool
 ) -> Kernel:
     """The kernel for a layer of so many units and directions and such a mini-batch, on a tensor's device."""
-    hidden, batch, directions = sizes
-    problem = Problem(
-        cell,
-        ELEMENTS[like.dtype],
-        hidden,
-        batch,
-        directions,
-        backward,
-        rows.lengths is not None,
-        rows.reset is not None,
-        _strict(like.dtype, hidden, batch, like.device),
-    )
-    return _kernel(problem, like.get_device())
+    uneven = rows.lengths is not None, rows.reset is not None
+    return _kernel(_problem(cell, like.dtype, like.device, sizes, backward, *uneven), like.get_device())
 
 
 @cache

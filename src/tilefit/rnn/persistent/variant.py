@@ -192,25 +192,10 @@ class Variant(NamedTuple):
 
     def constants(self, problem: Problem, *, jitter: bool = False) -> dict[str, int]:
         """What the kernel's source is compiled with."""
-        return {
-            "CELL": CELLS[problem.cell.name],
-            "ELEMENT": ELEMENTS[problem.element],
-            "HIDDEN": problem.hidden,
-            "UNITS": self.units,
-            "BLOCKS": self.blocks,
-            "SPLIT": self.split,
-            "MAIL": int(self.mail),
-            "TILES": self.tiles,
-            "ROUNDS": self.rounds,
-            "WARPS": self.warps,
-            "HELD": self.held,
-            "WINDOW": self.window,
-            "AHEAD": self.ahead,
-            "STRICT": int(problem.strict),
-            "LENGTHS": int(problem.lengths),
-            "RESETS": int(problem.resets),
-            "JITTER": int(jitter),
-        }
+        own = {name: getattr(problem, name) for name in ("hidden", "strict", "lengths", "resets")}
+        own |= {name: getattr(self, name) for name in self._fields if name not in ("batch_groups", "pause")}
+        own |= {"cell": CELLS[problem.cell.name], "element": ELEMENTS[problem.element], "jitter": jitter}
+        return {name.upper(): int(value) for name, value in own.items()}
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilefit.ops import Attention, Gemm, StepOp
-from tilefit.rules.alignment.padding import (
-    arithmetic,
-    best_padding,
-    is_misaligned,
-    misfit,
-    run_on,
-)
+from tilefit.rules.alignment.padding import arithmetic, best_padding, is_misaligned, misfit, run_on
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.flow import parent

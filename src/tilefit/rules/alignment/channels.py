@@ -6,13 +6,7 @@ from collections.abc import Mapping
 
 from tilefit.ops import Conv, Step, StepOp
 from tilefit.ops.dtypes import elements_per_access
-from tilefit.rules.alignment.padding import (
-    best_padding,
-    counted_lines,
-    is_misaligned,
-    misfit,
-    with_zeros,
-)
+from tilefit.rules.alignment.padding import best_padding, counted_lines, is_misaligned, misfit, with_zeros
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Replaced, Rule
 from tilefit.rules.layers import Linear, linears
 from tilefit.rules.resize import CHANNEL, resize_features, resize_streams, resized

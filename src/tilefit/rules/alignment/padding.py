@@ -38,10 +38,7 @@ def counted_lines(lines: Iterable[str]) -> list[str]:
 
 
 def best_padding(
-    context: Context,
-    sizes: Iterable[int],
-    dtype: str,
-    resized: Callable[[Mapping[int, int]], Replaced],
+    context: Context, sizes: Iterable[int], dtype: str, resized: Callable[[Mapping[int, int]], Replaced]
 ) -> tuple[dict[int, int], Replaced]:
     """New sizes by old ones, and the operations they lead to: multiples of 16 bytes or of a full line."""
     sizes = tuple(sizes)

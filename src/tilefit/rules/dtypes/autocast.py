@@ -13,7 +13,7 @@ from tilefit.ops import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Site, Step, StepOp,
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.operations import by_name
 from tilefit.rules.base import Edits
-from tilefit.rules.flow import copy_op, elements, is_add, tensor_bytes
+from tilefit.rules.flow import copy_op, is_add, tensor_bytes
 
 _LISTS = by_name("autocast")
 # Names of kernels, as those of the functions that autocast knows.
@@ -28,17 +28,12 @@ def under_autocast(step: Step, half: str) -> Edits:
     has the type of what it is the gradient of.
     """
     replaced = _Autocast(step, half).run()
-    if half == "fp16" and step.settings.training:
-        _add_scaler(step, replaced)
-    return replaced
+    return _with_scaler(step, replaced) if half == "fp16" else replaced
 
 
 def in_fp16(step: Step) -> Edits:
     """What autocast to fp16 changes of a step under bf16 autocast: element types, and the scaler added."""
-    replaced = in_types(step, {"bf16": "fp16"})
-    if step.settings.training:
-        _add_scaler(step, replaced)
-    return replaced
+    return _with_scaler(step, in_types(step, {"bf16": "fp16"}))
 
 
 def in_types(step: Step, types: Mapping[str, str]) -> Edits:
@@ -112,13 +107,13 @@ class _Autocast:
         for ref in activations:
             if ref.dtype in ("fp32", self.half) and ref.dtype != out:
                 beside = {other.id for other in activations} - {ref.id}
-                self.turned[entry.site, _name(entry), elements(ref)].append((ref.dtype, beside))
+                self.turned[entry.site, _name(entry), ref.elements].append((ref.dtype, beside))
         after: list[StepOp] = []
         outputs = [self._made(entry, ref, out, after) for ref in entry.outputs]
         if isinstance(op, Streaming):
             op = _moving(op, entry, inputs, outputs)
             # As where a step is captured: its kernels' time was learnt by the type of what is largest.
-            largest = max((*inputs, *outputs), key=elements, default=None)
+            largest = max((*inputs, *outputs), key=lambda ref: ref.elements, default=None)
             out = largest.dtype if largest else out
         op = replace(op, dtype=out)  # type: ignore[type-var]
         changed = replace(entry, op=op, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -136,10 +131,13 @@ class _Autocast:
         return replace(known, shape=ref.shape)
 
     def _copied(self, entry: StepOp, ref: TensorRef, dtype: str, into: list[StepOp]) -> TensorRef:
-        result = replace(ref, id=self.next_id, dtype=dtype)
-        self.next_id += 1
-        into.append(StepOp(copy_op(ref, result), entry.phase, entry.site, "aten._to_copy", (ref,), (result,)))
+        result = self._new(ref, dtype)
+        into.append(_copy(entry, ref, result))
         return result
+
+    def _new(self, ref: TensorRef, dtype: str) -> TensorRef:
+        self.next_id += 1
+        return replace(ref, id=self.next_id - 1, dtype=dtype)
 
     def _made(self, entry: StepOp, ref: TensorRef, dtype: str, after: list[StepOp]) -> TensorRef:
         """A result in the type that it is made in; a gradient is then cast into its own."""
@@ -150,25 +148,27 @@ class _Autocast:
             own = "fp32"
         elif entry.phase != FORWARD and not is_add(entry):
             reads = {other.id for other in entry.inputs}
-            turned = self.turned.get((entry.site, _name(entry), elements(ref)), ())
+            turned = self.turned.get((entry.site, _name(entry), ref.elements), ())
             own = next((kind for kind, beside in turned if not beside or beside & reads), dtype)
-        made = replace(ref, dtype=dtype)
         self.dtypes[ref.id] = own
         if own == dtype:
-            return made
-        made = replace(made, id=self.next_id)
-        self.next_id += 1
-        back = replace(ref, dtype=own)
-        after.append(StepOp(copy_op(made, back), entry.phase, entry.site, "aten._to_copy", (made,), (back,)))
+            return replace(ref, dtype=dtype)
+        made = self._new(ref, dtype)
+        after.append(_copy(entry, made, replace(ref, dtype=own)))
         return made
 
     def _promoted(self, entry: StepOp, inputs: list[TensorRef]) -> str:
         if "batch_norm" in entry.name:  # keeps statistics and weights in fp32
-            return max(inputs, key=elements).dtype
+            return max(inputs, key=lambda ref: ref.elements).dtype
         # A bias that is added to what a layer's product made is cast with the weight.
         own = is_add(entry) and entry.parameter.endswith("bias")
-        counted = (ref for ref in inputs if ref.shape and elements(ref) and not (own and ref.parameter))
+        counted = (ref for ref in inputs if ref.shape and ref.elements and not (own and ref.parameter))
         return self.half if {"fp32", self.half} & {ref.dtype for ref in counted} == {self.half} else "fp32"
+
+
+def _copy(entry: StepOp, source: TensorRef, result: TensorRef) -> StepOp:
+    """A cast beside an operation."""
+    return StepOp(copy_op(source, result), entry.phase, entry.site, "aten._to_copy", (source,), (result,))
 
 
 def _name(entry: StepOp) -> str:
@@ -181,14 +181,14 @@ def _scaled(moved: int, old: Iterable[TensorRef], new: Iterable[TensorRef], rati
     return round(moved * (tensor_bytes(new) / before if before else ratio))
 
 
-def _add_scaler(step: Step, replaced: Edits) -> None:
-    """The gradient scaler divides every gradient by the scale before the optimizer runs."""
+def _with_scaler(step: Step, replaced: Edits) -> Edits:
+    """With the gradient scaler, which divides every gradient by the scale before the optimizer runs."""
     first = next((i for i, entry in enumerate(step.ops) if entry.phase == OPTIMIZER), None)
-    sizes = [prod(p.shape) * size_bytes(p.dtype) for p in step.parameters.values() if p.trainable]
-    if first is None or not sizes:
-        return
-    elements = sum(prod(p.shape) for p in step.parameters.values() if p.trainable)
-    op = Streaming("optimizer", elements, sum(sizes), sum(sizes))
+    trained = [(prod(p.shape), size_bytes(p.dtype)) for p in step.parameters.values() if p.trainable]
+    if first is None or not trained or not step.settings.training:
+        return replaced
+    moved = sum(elements * size for elements, size in trained)
+    op = Streaming("optimizer", sum(elements for elements, _ in trained), moved, moved)
     entry = step.ops[first]
     scaler = StepOp(op, OPTIMIZER, entry.site, "aten._amp_foreach_non_finite_check_and_unscale_")
-    replaced[first] = (scaler, entry)
+    return replaced | {first: (scaler, entry)}

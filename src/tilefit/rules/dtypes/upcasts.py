@@ -9,7 +9,7 @@ from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES
 from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, UNSAFE
-from tilefit.rules.flow import Flow, elements, is_cast, tensor_bytes
+from tilefit.rules.flow import Flow, is_cast, tensor_bytes
 from tilefit.rules.merging import instead
 from tilefit.rules.outside.attention_by_hand import attention_chains
 from tilefit.units import counted, share, size
@@ -90,11 +90,11 @@ def _detours(flow: Flow) -> Proposals:
             saved += sum(step.ops[i].op.moved_bytes for i in region) - fused.op.moved_bytes
         first, fused = regions[0]
         half = step.ops[first[0]].inputs[0].dtype
-        names = ", ".join(dict.fromkeys(step.ops[i].name.rpartition(".")[2].strip("_") for i in first))
+        names = ", ".join(dict.fromkeys(step.ops[i].function for i in first))
         yield Proposal(
             place=Place.of(fused.site for _, fused in regions),
             message=f"{half} activations are cast to fp32 and back around {len(first)} kernels ({names})",
-            fix=_advice(names, half, reduces=any(_reduces(fused) for _, fused in regions)),
+            fix=_advice(names, half, reduces=any(each.op.category in _REDUCING for _, each in regions)),
             safety=ADVICE,
             change=Change(replaced),
             arithmetic=(
@@ -121,15 +121,11 @@ def _advice(names: str, half: str, *, reduces: bool) -> str:
     )
 
 
-def _reduces(entry: StepOp) -> bool:
-    return entry.op.category in _REDUCING
-
-
 def _is_upcast(entry: StepOp) -> bool:
     if not is_cast(entry) or entry.inputs[0].parameter:
         return False
     source, result = entry.inputs[0], entry.outputs[0]
-    return source.dtype in HALVES and result.dtype == "fp32" and elements(source) >= _LEAST_ELEMENTS
+    return source.dtype in HALVES and result.dtype == "fp32" and source.elements >= _LEAST_ELEMENTS
 
 
 def _region(flow: Flow, start: int) -> list[int] | None:
@@ -183,7 +179,7 @@ def _fused(flow: Flow, region: list[int]) -> StepOp:
         if set(flow.readers[i]) - inside:
             writes.update((ref.id, replace(ref, dtype=half)) for ref in step.ops[i].outputs)
     last = ends[-1]
-    largest = max(elements(ref) for ref in (*reads.values(), *writes.values()))
+    largest = max(ref.elements for ref in (*reads.values(), *writes.values()))
     roles = {entry.op.category for entry in entries}
     reduces = roles & _REDUCING
     inner = max(entry.op.inner for entry in entries if isinstance(entry.op, Streaming))

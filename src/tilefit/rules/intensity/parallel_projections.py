@@ -10,15 +10,7 @@ from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment.padding import is_misaligned
 from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.flow import (
-    Flow,
-    LinearCall,
-    bias_gradient,
-    is_add,
-    is_cast,
-    linear_calls,
-    parent,
-)
+from tilefit.rules.flow import Flow, LinearCall, bias_gradient, is_add, is_cast, linear_calls, parent
 from tilefit.rules.layers import gemm
 from tilefit.rules.merging import one_product, one_stream
 from tilefit.rules.sites import pattern

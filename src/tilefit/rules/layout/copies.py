@@ -7,7 +7,6 @@ import re
 from tilefit.ops import Conv, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.rules.flow import elements
 from tilefit.units import seconds, size
 
 
@@ -95,5 +94,5 @@ def _only_lays_out(entry: StepOp) -> bool:
     """A copy of one whole tensor: what joins several (``cat``) or is put into a larger one is no layout's."""
     op = entry.op
     is_copy = isinstance(op, Streaming) and op.role == "copy" and op.strided
-    sizes = [[elements(ref) for ref in refs] for refs in (entry.inputs, entry.outputs)]
+    sizes = [[ref.elements for ref in refs] for refs in (entry.inputs, entry.outputs)]
     return is_copy and len(sizes[0]) == 1 and sizes[0] == sizes[1]

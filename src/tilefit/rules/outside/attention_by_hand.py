@@ -10,7 +10,7 @@ from functools import partial
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, Site, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.flow import Flow, elements, tensor_bytes
+from tilefit.rules.flow import Flow, tensor_bytes
 from tilefit.rules.merging import instead
 from tilefit.units import size
 
@@ -112,11 +112,13 @@ def attention_chains(flow: Flow) -> Iterator[AttentionChain]:
     """The attentions of a step that are written out by hand."""
     averages = _unread_averages(flow)
     for index, entry in enumerate(flow.step.ops):
-        is_softmax = entry.op.category == "softmax"
-        if is_softmax and entry.phase == FORWARD and entry.site.fallback is None:
-            chain = _chain(flow, index, averages)
-            if chain is not None:
-                yield chain
+        is_softmax = entry.op.category == "softmax" and entry.phase == FORWARD
+        if (
+            is_softmax
+            and entry.site.fallback is None
+            and (chain := _chain(flow, index, averages)) is not None
+        ):
+            yield chain
 
 
 def _chain(flow: Flow, softmax: int, averages: set[int]) -> AttentionChain | None:
@@ -127,7 +129,7 @@ def _chain(flow: Flow, softmax: int, averages: set[int]) -> AttentionChain | Non
         return None
 
     def to_product(follow: Callable[[int], int | None], of: frozenset[str]) -> list[int] | None:
-        passes = partial(_keeps_scores, scores=elements(scores), of=of)
+        passes = partial(_keeps_scores, scores=scores.elements, of=of)
         return flow.way(softmax, follow, _is_gemm, passes, most=9)
 
     def only_reader(index: int) -> int | None:
@@ -137,16 +139,14 @@ def _chain(flow: Flow, softmax: int, averages: set[int]) -> AttentionChain | Non
     before = to_product(flow.before, _BEFORE)
     if before is None or [only_reader(index) for index in before] != [softmax, *before[:-1]]:
         return None
-    is_masked = any(_name(step.ops[index]) in _MASKS for index in before)
+    is_masked = any(step.ops[index].function in _MASKS for index in before)
     after = to_product(only_reader, _AFTER if is_masked else _AFTER - _MASKS)
     if after is None:
         return None
     first, second = _gemm(step.ops[before[-1]]), _gemm(step.ops[after[-1]])
-    if first is None or second is None:
+    if first is None or second is None or max(first.k, second.n) > _LARGEST_HEAD:
         return None
     if (first.batch, first.m, first.n) != (second.batch, second.m, second.k):
-        return None
-    if max(first.k, second.n) > _LARGEST_HEAD:
         return None
     heads = scores.shape[1] if len(scores.shape) == 4 else 1
     masks = {
@@ -201,19 +201,11 @@ def _is_gemm(entry: StepOp) -> bool:
 def _keeps_scores(entry: StepOp, scores: int, of: frozenset[str] = frozenset()) -> bool:
     """An elementwise operation or a copy over as many elements as there are scores; of these names, if any
     are given. Scores are not multiplied with each other, or with what is as large."""
-    name = _name(entry)
-    if of and (name not in of or (name in ("mul", "div") and _large(entry, scores) > 1)):
+    name, large = entry.function, sum(ref.elements == scores for ref in entry.inputs)
+    if of and (name not in of or (name in ("mul", "div") and large > 1)):
         return False
     is_streamed = entry.op.category in ("pointwise", "copy")
-    return is_streamed and any(elements(ref) == scores for ref in entry.outputs)
-
-
-def _name(entry: StepOp) -> str:
-    return entry.name.removeprefix("aten.").strip("_")
-
-
-def _large(entry: StepOp, scores: int) -> int:
-    return sum(elements(ref) == scores for ref in entry.inputs)
+    return is_streamed and any(ref.elements == scores for ref in entry.outputs)
 
 
 def _with_copies(flow: Flow, own: set[int]) -> set[int]:
@@ -232,7 +224,7 @@ def _backward(flow: Flow, softmax: int, after: list[int]) -> set[int]:
     """The gradients: four products, the softmax's gradient and what lies between."""
     step = flow.step
     outputs = {ref.id for ref in step.ops[softmax].outputs}
-    scores = elements(step.ops[softmax].inputs[0])
+    scores = step.ops[softmax].inputs[0].elements
     gradient = next(
         (
             index
@@ -262,8 +254,7 @@ def _backward(flow: Flow, softmax: int, after: list[int]) -> set[int]:
     probability_gradient = index
     # Down to the gradients of Q and K.
     products = flow.reachable(
-        [gradient],
-        lambda i: isinstance(step.ops[i].op, Gemm) or _keeps_scores(step.ops[i], scores),
+        [gradient], lambda i: isinstance(step.ops[i].op, Gemm) or _keeps_scores(step.ops[i], scores)
     )
     down = {gradient}
     for i in sorted(products):
@@ -272,7 +263,8 @@ def _backward(flow: Flow, softmax: int, after: list[int]) -> set[int]:
             if not isinstance(step.ops[i].op, Gemm):
                 down.add(i)
     # The gradient of V reads the probabilities that the second product read, and the output's gradient.
-    probabilities = {ref.id for ref in step.ops[after[-1]].inputs} & _written(flow, [softmax, *after[:-1]])
+    written = {ref.id for index in (softmax, *after[:-1]) for ref in step.ops[index].outputs}
+    probabilities = {ref.id for ref in step.ops[after[-1]].inputs} & written
     output_gradient = {ref.id for ref in step.ops[probability_gradient].inputs}
     sources = {flow.writers[after[-1]][number] for number in probabilities}
     for i in {reader for source in sources for reader in flow.readers[source]}:
@@ -281,10 +273,6 @@ def _backward(flow: Flow, softmax: int, after: list[int]) -> set[int]:
         if is_product and output_gradient & {ref.id for ref in entry.inputs}:
             own.add(i)
     return _with_copies(flow, own)
-
-
-def _written(flow: Flow, indices: list[int]) -> set[int]:
-    return {ref.id for index in indices for ref in flow.step.ops[index].outputs}
 
 
 def _fused(flow: Flow, chain: AttentionChain) -> Edits:
@@ -304,12 +292,6 @@ def in_one_kernel(step: Step, indices: Sequence[int], fused: Attention, site: Si
     ends = [e for e in entries if isinstance(e.op, Gemm)]
     kept = ends[-1:] if fused.direction == FORWARD else ends
     writes = {ref.id: ref for entry in kept for ref in entry.outputs}
-    kernel = StepOp(
-        fused,
-        fused.direction,
-        site,
-        "aten.scaled_dot_product_attention",
-        tuple(reads.values()),
-        tuple(writes.values()),
-    )
+    refs = tuple(reads.values()), tuple(writes.values())
+    kernel = StepOp(fused, fused.direction, site, "aten.scaled_dot_product_attention", *refs)
     return instead(indices, kernel, at=indices[-1])

@@ -8,7 +8,7 @@ from tilefit.ops import FORWARD, Step, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES, size_bytes
 from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.flow import Flow, elements, linear_calls, tensor_bytes
+from tilefit.rules.flow import Flow, linear_calls, tensor_bytes
 from tilefit.rules.layers import Linear, gemm
 from tilefit.rules.merging import instead
 from tilefit.units import size
@@ -106,7 +106,7 @@ class WideLoss(Rule):
 def _widened(step: Step, chain: list[int], logits: int) -> int:
     """Bytes of the copies of logits in fp32 that a chain makes."""
     outputs = (ref for i in chain for ref in step.ops[i].outputs)
-    wide = {ref.id: ref for ref in outputs if ref.dtype == "fp32" and elements(ref) >= _SAME_SIZE * logits}
+    wide = {ref.id: ref for ref in outputs if ref.dtype == "fp32" and ref.elements >= _SAME_SIZE * logits}
     return tensor_bytes(wide.values())
 
 
@@ -117,7 +117,7 @@ def _chain(flow: Flow, head: int, gradients: list[int], logits: int) -> list[int
     def is_large(index: int) -> bool:
         entry = step.ops[index]
         return isinstance(entry.op, Streaming) and any(
-            elements(ref) >= _SAME_SIZE * logits for ref in (*entry.inputs, *entry.outputs)
+            ref.elements >= _SAME_SIZE * logits for ref in (*entry.inputs, *entry.outputs)
         )
 
     forward = flow.reachable([head], lambda i: is_large(i) and step.ops[i].phase == FORWARD)

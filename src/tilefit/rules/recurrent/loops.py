@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from tilefit.ops import BACKWARD_DATA, FORWARD, StepOp, Streaming
-from tilefit.rules.flow import Flow, LinearCall, bias_gradient, elements, linear_calls, parent
+from tilefit.rules.flow import Flow, LinearCall, bias_gradient, linear_calls, parent
 from tilefit.rules.layers import gemm
 
 #: A weight used fewer times than this is shared, not looped over.
@@ -111,13 +111,9 @@ def repeated_weights(flow: Flow) -> list[Repeated]:
 def cell_loops(flow: Flow) -> list[CellLoop]:
     """Loops whose body is a plain LSTM, GRU or vanilla cell, as ``torch.nn`` knows them."""
     repeated = repeated_weights(flow)
-    loops = []
-    for recurrent in repeated:
-        if recurrent.sequential:
-            loop = _cell_loop(flow, recurrent, [other for other in repeated if not other.sequential])
-            if loop is not None:
-                loops.append(loop)
-    return loops
+    others = [each for each in repeated if not each.sequential]
+    loops = (_cell_loop(flow, each, others) for each in repeated if each.sequential)
+    return [loop for loop in loops if loop is not None]
 
 
 def _cell_loop(flow: Flow, recurrent: Repeated, others: list[Repeated]) -> CellLoop | None:
@@ -128,7 +124,7 @@ def _cell_loop(flow: Flow, recurrent: Repeated, others: list[Repeated]) -> CellL
             for other in others
             if len(other.calls) == len(recurrent.calls)
             and other.calls[0].layer.out_features == layer.out_features
-            and _share_cell(other.calls[0].layer.module, layer.module)
+            and parent(other.calls[0].layer.module) == parent(layer.module)
         ),
         None,
     )
@@ -136,18 +132,11 @@ def _cell_loop(flow: Flow, recurrent: Repeated, others: list[Repeated]) -> CellL
         return None
     products = [call.forward for call in recurrent.calls]
     between = _between(flow, products, FORWARD)
-    if between is None:
-        return None
-    mode = _mode(flow, recurrent, between)
-    if mode is None:
+    if between is None or (mode := _mode(flow, recurrent, between)) is None:
         return None
     forward = {*products, *between, *(call.forward for call in inputs.calls)}
     backward = _backward(flow, recurrent, inputs)
     return CellLoop(mode, recurrent, inputs, tuple(sorted(forward)), tuple(sorted(backward)))
-
-
-def _share_cell(first: str, second: str) -> bool:
-    return first == second or parent(first) == parent(second)
 
 
 def _between(flow: Flow, products: list[int], phase: str) -> set[int] | None:
@@ -174,8 +163,7 @@ def _between(flow: Flow, products: list[int], phase: str) -> set[int] | None:
 
 
 def _is_cell_op(entry: StepOp) -> bool:
-    short = _short(entry)
-    return isinstance(entry.op, Streaming) and (short in _CELL_OPS or _FUSED_CELL in short)
+    return isinstance(entry.op, Streaming) and (entry.function in _CELL_OPS or _FUSED_CELL in entry.function)
 
 
 def _mode(flow: Flow, recurrent: Repeated, between: set[int]) -> str | None:
@@ -184,7 +172,7 @@ def _mode(flow: Flow, recurrent: Repeated, between: set[int]) -> str | None:
     gates, left = divmod(first.layer.out_features, first.layer.in_features)
     work: Counter[str] = Counter()
     for index in between:
-        work[_short(ops[index])] += sum(elements(ref) for ref in ops[index].outputs[:1])
+        work[ops[index].function] += sum(ref.elements for ref in ops[index].outputs[:1])
     is_fused = any(_FUSED_CELL in name for name in work)
     state = gemm(flow.step, first.forward).m * first.layer.in_features * len(recurrent.calls)
     does = {name: round(work[name] / state) for name in _WORK if round(work[name] / state)}
@@ -195,14 +183,10 @@ def _mode(flow: Flow, recurrent: Repeated, between: set[int]) -> str | None:
         if is_fused and not does and not sums:
             return mode
         # A bias is added to all gates. What is added to the state would be one more, or written last.
-        last = {_short(ops[at]) for call in recurrent.calls[1:] if (at := _writer(flow, call)) is not None}
+        last = {ops[at].function for call in recurrent.calls[1:] if (at := _writer(flow, call)) is not None}
         if does in cell.does and sums % gates == 1 % gates and last <= cell.last:
             return mode
     return None
-
-
-def _short(entry: StepOp) -> str:
-    return entry.name.rpartition(".")[2].strip("_")
 
 
 def _writer(flow: Flow, call: LinearCall) -> int | None:
