@@ -21,7 +21,7 @@ from tilefit.ops.dtypes import HALVES
 from tilefit.rules.resize import pad
 
 #: Host time that this adds to a training step for each module, beside launches: a choice, by what a padded
-#: layer adds on one CPU (116 us, where 228 are added here) and is measured to take beside a GPU (``LAYER_S``).
+#: layer adds on one CPU (116 us, where 228 are added here) and is measured to take beside a GPU.
 HOST_S = 200e-6
 #: What heads and features are padded to a multiple of: 16 bytes in half precision.
 _MULTIPLE = 8
