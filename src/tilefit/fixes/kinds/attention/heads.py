@@ -86,6 +86,8 @@ def _is_plain(module: nn.MultiheadAttention, call: _Call) -> bool:
         return False
     if module.in_proj_weight.shape != (3 * width, width) or module.out_proj.weight.shape != (width, width):
         return False
+    if (module.in_proj_bias is None) != (module.out_proj.bias is None):
+        return False
     samples, queries, keys = query.shape[batch], query.shape[1 - batch], key.shape[1 - batch]
     masks = (
         (call.attn_mask, ((queries, keys), (samples * module.num_heads, queries, keys))),
