@@ -20,9 +20,10 @@ from tilefit.ops import Attention
 from tilefit.ops.dtypes import HALVES
 from tilefit.rules.resize import pad
 
-#: Host time that this adds to a training step for each module, beside launches: a choice, by what a padded
-#: layer adds on one CPU (116 us, where 228 are added here) and is measured to take beside a GPU.
-HOST_S = 200e-6
+#: Host time that this adds to a training step for each module, beside launches: four of them, in a step that
+#: then waits for the host, saved 1.0 ms less than launches and 200 us each predict, at 2.1 times those
+#: (``next-word`` in ``benchmarks/results/heads_h100.json``).
+HOST_S = 300e-6
 #: What heads and features are padded to a multiple of: 16 bytes in half precision.
 _MULTIPLE = 8
 
@@ -162,13 +163,14 @@ def fit_heads(context: Context) -> Found:
     kernels, and ``scaled_dot_product_attention`` copies queries, keys and values into padded ones, in every
     call. Here the weights are copied into padded ones (under autocast they are copied anyway, to be cast),
     so that the products make the padded heads themselves. Scores, their scale and the output are as before,
-    and so are the parameters; queries, keys and values are cut out of one product without copies, which is
-    worth something for other sizes, too. Self-attention and cross-attention to one memory, masks and
-    dropout are served, in ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer`` as by itself.
+    and so are the parameters. Queries, keys and values are cut out of one product without copies, which is
+    worth something for other sizes, too. Six layers 500 wide with ten heads took 3.8 of 13.9 ms less on an
+    H100 (replayed; ``benchmarks/results/heads_h100.json``).
 
-    As PyTorch computes it stays a call that asks for weights, that has keys other than values, or of a single
-    sample; in evaluation without gradients and autocast, PyTorch's own fused path. Dropout of weights draws
-    other random numbers.
+    Self-attention, and cross-attention to one memory, are served with masks and dropout. As PyTorch computes
+    it stays a call that asks for weights, that has keys other than values, or of a single sample; in
+    evaluation without gradients and autocast, PyTorch's own fused path. Dropout of weights draws other random
+    numbers.
 
     Refused: subclasses, weights of several sizes (``kdim``), ``add_bias_kv``, ``add_zero_attn``.
     """
