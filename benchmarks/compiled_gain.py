@@ -42,7 +42,7 @@ def work(name: str, options: argparse.Namespace) -> None:
     patiently(
         lambda: rows.append(
             measured(
-                planned(name, options.gpu, "safe", True, options.scale),
+                planned(name, options.gpu, "safe", True, options.scale, options.ignore.split()),
                 MODELS[name],
                 options,
                 alone=when_called,
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="at least")
     parser.add_argument("--model-s", type=float, default=3.0, help="a model's rounds take at least so long")
     parser.add_argument("--round-s", type=float, default=0.15, help="about how long one variant's turn is")
+    parser.add_argument("--ignore", default="", help="fixes that no plan gets, with spaces between")
     parser.add_argument("--scale", type=float, default=0.0, help="the host's launch scale; measured if 0")
     options = parser.parse_args()
     options.compiled = options.whole = True
@@ -85,6 +86,7 @@ def main() -> None:
         sys.exit(f"There is no model {unknown[0]}; there are {', '.join(MODELS)}.")
     scale = options.scale or launch_scale(torch.device(options.device))
     command = [__file__, "--device", options.device, "--scale", str(scale), "--gpu", options.gpu]
+    command += ["--ignore", options.ignore]
     for name in ("rounds", "model_s", "round_s"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     session = Session([name for name in wanted if name not in done], options, command, shown)

@@ -314,6 +314,50 @@ def odd_encoder() -> Made:
     return nn.TransformerEncoder(layer, 6), (torch.randn(30, 333, 500),)
 
 
+class Translator(nn.Module):
+    """``nn.Transformer`` between embeddings; targets are masked causally, sources by their lengths."""
+
+    def __init__(self, width: int, heads: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.source, self.target = (nn.Embedding(vocabulary, width) for _ in range(2))
+        self.body = nn.Transformer(width, heads, layers, layers, 4 * width, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        pads = source == 0
+        causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1] - 1, device=target.device)
+        y = self.body(
+            self.source(source), self.target(target[:, :-1]), tgt_mask=causal, src_key_padding_mask=pads,
+            memory_key_padding_mask=pads, tgt_is_causal=True,
+        )  # fmt: skip
+        return F.cross_entropy(self.head(y).flatten(0, 1), target[:, 1:].flatten())
+
+
+def translator() -> Made:
+    """300 wide, 6 heads, 4 and 4 layers; 64 pairs of sentences of 128 of 8000 words."""
+    return Translator(300, 6, 4, 8000), tuple(torch.randint(1, 8000, (64, 128)) for _ in range(2))
+
+
+class NextWord(nn.Module):
+    """A language model of ``nn.TransformerEncoder``, as in PyTorch's example of one."""
+
+    def __init__(self, width: int, heads: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        layer = nn.TransformerEncoderLayer(width, heads, width)
+        self.body = nn.TransformerEncoder(layer, layers)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(len(words) - 1, device=words.device)
+        y = self.body(self.embedding(words[:-1]), mask=causal)
+        return F.cross_entropy(self.head(y).flatten(0, 1), words[1:].flatten())
+
+
+def next_word() -> Made:
+    """650 wide, 5 heads, 4 layers; 64 texts of 257 of 33278 words, time first."""
+    return NextWord(650, 5, 4, 33278), (torch.randint(0, 33278, (257, 64)),)
+
+
 class Words(nn.Module):
     """A language model of two LSTM layers with the embedding as its head."""
 

@@ -55,6 +55,7 @@ from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.measured import MeasuredRun
 from tilefit.cost.priced import PricedGpu, priced
 from tilefit.fixes import ChangeSet, Context, Refusal, Run, all_fixes
+from tilefit.fixes.planning import planner
 from tilefit.measure.launch import launch_scale
 from tilefit.ops import Step
 from tilefit.options import StepOptions, TargetOptions
@@ -139,6 +140,13 @@ MODELS = {
     "lstm-lm": Model(f"{EXAMPLES}:lstm_lm"),
     "speech": Model(f"{EXAMPLES}:speech"),
     "odd-encoder": Model(f"{OTHERS}:odd_encoder"),
+    "encoder": Model(f"{OTHERS}:encoder"),
+    "translator": Model(f"{OTHERS}:translator"),
+    "next-word": Model(f"{OTHERS}:next_word"),
+    "vit-torchvision": Model("torchvision:vit_b_16", {"batch": 64}),
+    "video": Model("torchvision:r3d_18", {"batch": 16}),
+    "regnet": Model("torchvision:regnet_y_1_6gf", {"batch": 64}),
+    "albert": Model("hf:albert", {"batch": 32, "seq": 512}),
     "detector": Model(f"{OTHERS}:detector"),
     "graph": Model(f"{OTHERS}:graph"),
     "autoencoder": Model(f"{OTHERS}:autoencoder"),
@@ -297,8 +305,18 @@ def on_host(gpu: str, scale: float) -> PricedGpu:
     return replace(priced(gpu), run=MeasuredRun(Step(()), (), (), launch_scale=scale))
 
 
-def planned(name: str, gpu: str, level: str, compiled: bool, scale: float) -> Planned:
-    """The plan of a model, made without weights."""
+def planned(
+    name: str,
+    gpu: str,
+    level: str,
+    compiled: bool,
+    scale: float,
+    ignore: Sequence[str] = (),
+    for_this_host: bool = False,
+) -> Planned:
+    """The plan of a model, made without weights; ``for_this_host``: whatever it were on slower hosts."""
+    if for_this_host:
+        planner.HOSTS = ()
     start = time.perf_counter()
     model = MODELS[name]
     loaded = load_model(model, "meta", small=False)
@@ -311,7 +329,7 @@ def planned(name: str, gpu: str, level: str, compiled: bool, scale: float) -> Pl
         loss=loaded.loss,
         channels_last=model.channels_last,
         compile=compiled,
-        ignore=[] if compiled else ["NTC001"],
+        ignore=[*ignore, *([] if compiled else ["NTC001"])],
         verify=False,
     )
     pairs = zip(plan.fixes, plan.candidates, strict=True)
@@ -526,6 +544,8 @@ def main() -> None:
     parser.add_argument("--level", default="safe", choices=("safe", "unsafe"))
     parser.add_argument("--models", default="", help="names, with commas between; all if empty")
     parser.add_argument("--compiled", action="store_true", help="under torch.compile instead")
+    parser.add_argument("--ignore", default="", help="fixes that no plan gets, with spaces between")
+    parser.add_argument("--for-this-host", action="store_true", help="slower hosts count for nothing")
     parser.add_argument("--whole", action="store_true", help="the original and all fixes, nothing in between")
     parser.add_argument("--plan-only", action="store_true", help="predict, and measure nothing")
     parser.add_argument("--rounds", type=int, default=7, help="at least")
@@ -549,7 +569,16 @@ def main() -> None:
         min(8, max(1, (os.cpu_count() or 1) // 2)), multiprocessing.get_context("spawn"), _worker
     ) as pool:
         plans = {
-            name: pool.submit(planned, name, options.gpu, options.level, options.compiled, scale)
+            name: pool.submit(
+                planned,
+                name,
+                options.gpu,
+                options.level,
+                options.compiled,
+                scale,
+                options.ignore.split(),
+                options.for_this_host,
+            )
             for name in wanted
         }
         wait(plans.values())  # they would disturb what is measured

@@ -205,7 +205,42 @@ class Twice(nn.Module):
         return self.part(torch.tanh(self.part(x)))
 
 
-PARTS = (Perceptron, Perceptron, SelfAttention, SelfAttention, Asked, Images, Images, Loop, Layer, Twice)
+class Encoder(nn.Module):
+    """PyTorch's encoder layer, with or without masks, its heads odd or not."""
+
+    def __init__(self, rng: Rng, width: int) -> None:
+        super().__init__()
+        heads = rng.choice([n for n in (1, 2, 3, 4) if width % n == 0])
+        self.batch_first = rng.random() < 0.6
+        self.layer = nn.TransformerEncoderLayer(
+            width, heads, rng.choice(WIDTHS), rng.choice((0.0, 0.0, 0.1)), batch_first=self.batch_first,
+            norm_first=rng.random() < 0.5, bias=rng.random() < 0.8,
+        )  # fmt: skip
+        self.masks, self.pads, self.hint = (rng.random() < 0.4 for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        mask = x.new_full((length, length), -torch.inf).triu(1) if self.masks else None
+        lengths = torch.arange(x.shape[0], device=x.device)[:, None] + 2
+        pads = torch.arange(length, device=x.device)[None] >= lengths if self.pads else None
+        y = x if self.batch_first else x.transpose(0, 1)
+        y = self.layer(y, mask, pads, is_causal=self.masks and self.hint)
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+PARTS = (
+    Perceptron,
+    Perceptron,
+    SelfAttention,
+    SelfAttention,
+    Asked,
+    Encoder,
+    Images,
+    Images,
+    Loop,
+    Layer,
+    Twice,
+)
 
 
 class Model(nn.Module):
@@ -234,6 +269,7 @@ FIXES: dict[type[nn.Module], tuple[str, ...]] = {
     Perceptron: ("pad-linear", "pad-linear", "merge-projections"),
     SelfAttention: ("pad-linear", "fuse-attention", "fuse-attention", "merge-projections"),
     Asked: ("fuse-attention",),
+    Encoder: ("fit-heads", "fit-heads", "pad-linear"),
     Images: ("pad-channels", "pad-channels", "channels-last"),
     Loop: ("pad-linear",),
     Layer: ("persistent-kernels",),

@@ -32,6 +32,11 @@ def convolutions(norm: bool = True) -> nn.Sequential:
     )
 
 
+def encoder_layer() -> nn.Module:
+    """PyTorch's own, of four heads of five."""
+    return nn.TransformerEncoderLayer(20, 4, 32, dropout=0.0, batch_first=True, norm_first=True)
+
+
 class Heads(nn.Module):
     """A body and three heads that read it; ``task`` calls one of them alone."""
 
@@ -246,6 +251,7 @@ KINDS = {
     "pad-channels": Kind("pad-channels", convolutions, IMAGES, (4, 8, 6, 6)),
     "channels-last": Kind("channels-last", convolutions, IMAGES, (4, 8, 6, 6)),
     "fuse-attention": Kind("fuse-attention", Attention, on_meta(2, 8, 16), (2, 8, 16)),
+    "fit-heads": Kind("fit-heads", encoder_layer, on_meta(2, 8, 20), (2, 8, 20)),
     "contiguous-masks": Kind("contiguous-masks", PaddedAlone, on_meta(2, 8, 16), (2, 8, 16)),
     "fuse-activations": Kind("fuse-activations", lambda: linear(16, 32, 16, act=WrittenGelu), ROWS, (8, 16)),
     "fuse-normalizations": Kind(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tilefit
+from fixing import fitted
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.padding.layers import in_channels_last, padded
-from tilefit.fixes.kinds.padding.paths import paddings, traces
 
 CHANNELS = (3, 5, 6, 8, 12)
 SIZES = {3: 8, 5: 8, 6: 8, 12: 16, 10: 16, 11: 16}
@@ -159,7 +159,7 @@ def test_padding_keeps_the_function(program: list[Any], sizes: list[int], nhwc: 
     torch.manual_seed(0)
     net = Net([("conv", 5, 3, True), *program]).double()
     chosen = {size: SIZES[size] for size in sizes}
-    what = paddings(net, traces(Run(net)), chosen, chosen)
+    what = fitted(net, chosen, chosen)
     fixed = copy.deepcopy(net)
     run = Run(fixed)
     if nhwc:

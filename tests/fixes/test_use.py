@@ -442,6 +442,15 @@ def gradients_of_heads_that_were_not_called(m: Any) -> Any:
     return found, dict(m.named_parameters())
 
 
+@case(Attention, on_meta(2, 8, 16), "fuse-attention")
+def a_part_that_is_compiled_by_itself(m: Any) -> Any:
+    torch.compiler.reset()
+    m.qkv.compile(backend="eager")
+    y = m(torch.ones(2, 8, 16))
+    y.square().sum().backward()
+    return y, gradients(m)
+
+
 @case(Projections, ROWS, "merge-projections")
 def weights_loaded_between_siblings(m: Any) -> Any:
     new = {name: 3 * value for name, value in m.state_dict().items()}

@@ -125,6 +125,8 @@ class Assumed:
     def of(cls, module: nn.Module) -> Assumed:
         """Of a module as it is now."""
         attributes = vars(module)
+        kind: Any = type(module)
+        outside(kind, kind.forward)  # now, and not while a capture answers for PyTorch
         own = attributes.keys() - OF_MODULES
         size = len(attributes.keys() - {*OF_CHANGED, _COMPILED})
         if is_torchs(module):

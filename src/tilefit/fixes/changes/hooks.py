@@ -28,8 +28,9 @@ def are_all_watched() -> bool:
 
 
 def is_watched_within(module: nn.Module) -> bool:
-    """Whether somebody else sees what passes between a module's parts."""
-    return are_all_watched() or any(has_hooks(part) for part in module.modules() if part is not module)
+    """Whether somebody else sees what passes between a module's parts: hooks, or the compiler."""
+    parts = (part for part in module.modules() if part is not module)
+    return are_all_watched() or any(has_hooks(part) or part._compiled_call_impl is not None for part in parts)
 
 
 def _is_foreign(hooks: dict[Any, Any]) -> bool:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from torch import nn
 
 from tilefit.cost import estimate
-from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.changes.behaviour import behaviours, is_replaced
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix, refuse
 from tilefit.fixes.changes.modules import fewest_rows, require_plain, submodule
-from tilefit.fixes.kinds.padding.layers import CONVOLUTIONS, Fitted, Wide, channels_of, padded
-from tilefit.fixes.kinds.padding.paths import Trace, by_itself, chains, paddings, traces
-from tilefit.fixes.kinds.padding.tensors import COMPARED_S, LAYER_S, REGION_S
+from tilefit.fixes.kinds.padding.layers import CONVOLUTIONS, Fitted, Layer, by_itself, channels_of, padded
+from tilefit.fixes.kinds.padding.paths import chains
+from tilefit.fixes.kinds.padding.tensors import LAYER_S, REGION_S
 from tilefit.ops import FORWARD, Conv, Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment import channels as channels_rule
@@ -33,18 +33,12 @@ _LEAST_GAIN = 0.002
 
 @fix("pad-channels", "ALN004", "ALN005")
 def pad_channels(context: Context) -> Found:
-    """Pads the channels of convolutions to a multiple of 16 bytes, and the images between them.
+    """Pads the channels of convolutions to a multiple of 16 bytes.
 
     A convolution copies its filters into a tensor with room for more channels (under autocast they are
-    copied anyway, to be cast). The image it writes has the added channels, all zero, and keeps them through
-    batch normalisation, pooling, resizing, elementwise functions and sums up to the next convolution, whose
-    filters are zero there. Whatever else reads an image (a concatenation, a depthwise convolution) gets it
-    cropped by the module that made it. Parameters, running statistics and the model's output do not change.
-
-    Which images stay padded is read off the model's ``forward``, traced symbolically; where a module cannot
-    be traced, each of its convolutions pads its own image and crops its own output. Parts that are called by
-    themselves take and give the channels they always had, and so do all where somebody has replaced or
-    watches a part of the traced module, or has changed an attribute that its ``forward`` may read.
+    copied anyway, to be cast), pads the image it reads, and returns the real channels of the result. The
+    compiler makes one kernel of that and what lies between two convolutions. Parameters and whatever a
+    module returns do not change.
 
     A first layer's few channels are padded to 4 or 8 where that is predicted to pay.
 
@@ -75,15 +69,14 @@ def pad_channels(context: Context) -> Found:
         ]
     if not odd and not any(few.values()):
         return
-    found = traces(context.run)
     sizes, inputs = _present(model)
     for chosen in _alternatives(odd):
         # A first layer's few channels are another matter.
         read = {old: new for old, new in chosen.items() if old not in few}
-        yield from _candidate(model, found, chosen, sizes | chosen, inputs | read)
+        yield from _candidate(model, chosen, sizes | chosen, inputs | read)
     for old in few:
         for new in few[old]:
-            yield from _candidate(model, found, {old: new}, sizes, inputs | {old: new})
+            yield from _candidate(model, {old: new}, sizes, inputs | {old: new})
 
 
 def _depthwise(model: nn.Module) -> str:
@@ -122,21 +115,18 @@ def _refusals(context: Context, indices: Iterable[int]) -> Iterator[Refusal]:
 
 
 def _candidate(
-    model: nn.Module,
-    found: list[Trace],
-    chosen: Mapping[int, int],
-    sizes: Mapping[int, int],
-    inputs: Mapping[int, int],
+    model: nn.Module, chosen: Mapping[int, int], sizes: Mapping[int, int], inputs: Mapping[int, int]
 ) -> Iterator[ChangeSet]:
     """The change that pads the chosen numbers beside those that are padded already, if there is one."""
-    wanted = paddings(model, found, sizes, inputs)
-    new = {path: wide for path, wide in wanted.items() if not wide.is_made(model.get_submodule(path))}
-    # The parts of a module that is traced are padded together.
-    roots = {root for wide in new.values() for root in (wide.takes, wide.gives)} - {None}
+    new: dict[str, Fitted] = {}
+    for path, module in model.named_modules():
+        if type(module) in CONVOLUTIONS and module.groups == 1 and not is_replaced(module):
+            assert isinstance(module, Layer)
+            wide, old = by_itself(module, sizes, inputs), Fitted.of(module) or Fitted()
+            if wide and (wide.wide_in, wide.wide_out) != (old.wide_in, old.wide_out):
+                new[path] = wide
     if new:
-        together = {path: w for path, w in wanted.items() if path in new or roots & {w.takes, w.gives}}
-        host_s = LAYER_S * len(new) + COMPARED_S * sum(1 for _ in model.modules())
-        yield padded(together, chosen, new, host_s)
+        yield padded(new, chosen, LAYER_S * len(new))
 
 
 def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
@@ -166,7 +156,7 @@ def pad_linear(context: Context) -> Found:
     change. With too few rows for the copies to pay, the layer runs unpadded.
 
     Between two such layers the columns stay, where the ``forward`` of one module, traced symbolically, shows
-    nothing but elementwise functions and batch norms there: the gate of a SwiGLU layer, or Linear, GELU,
+    nothing but elementwise functions there: the gate of a SwiGLU layer, or Linear, GELU,
     Linear. Dropout is in the way, since the same seed would drop others.
 
     Refused: layers that are no plain ``nn.Linear``, or whose product another module computes from their
@@ -195,9 +185,12 @@ def pad_vocabulary(context: Context) -> Found:
 def _paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
     """The candidates for the layers of a group: the chains among them, and the rest, each by shape."""
     sizes, _, _ = group.padded(context)
-    plain: dict[str, Wide] = {}
+    plain: dict[str, Fitted] = {}
     shapes: dict[str, tuple[int, int]] = {}
+    attention = {p for p, m in context.run.model.named_modules() if isinstance(m, nn.MultiheadAttention)}
     for layer in group.layers:
+        if layer.module in attention:  # another fix's
+            continue
         try:
             module = _required(context, layer)
         except RefusedError as refused:
@@ -209,20 +202,20 @@ def _paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
             shapes[layer.module] = channels_of(module)
     chained: dict[str, None] = {}
     for size in group.sizes:
-        for path, wide in chains(context.run.model, plain, size, sizes[size]).items():
+        for path, wide in chains(context.run.model, plain, size).items():
             chained[path] = None
-            plain[path] = plain[path].along(wide) if path in plain else wide
+            plain[path] = plain[path].along(wide)
     if chained:
         region_s = REGION_S * len(chained)
         yield _together(context, group, {path: plain.pop(path) for path in chained}, region_s)
-    alike: dict[tuple[int, int], dict[str, Wide]] = defaultdict(dict)
+    alike: dict[tuple[int, int], dict[str, Fitted]] = defaultdict(dict)
     for path, wide in plain.items():
         alike[shapes[path]][path] = wide
     for wides in alike.values():
         yield _together(context, group, wides)
 
 
-def _together(context: Context, group: Group, wides: Mapping[str, Wide], more_s: float = 0.0) -> ChangeSet:
+def _together(context: Context, group: Group, wides: Mapping[str, Fitted], more_s: float = 0.0) -> ChangeSet:
     """The change that pads some layers; ``more_s``: host time beside that of each."""
     calls = {layer.module: len(layer.forward) for layer in group.layers}
     sizes = dict(pair for each in wides.values() for pair in (each.wide_out, each.wide_in) if pair)
@@ -264,7 +257,7 @@ def _required(context: Context, layer: Linear) -> nn.Linear:
     return module
 
 
-def _least_rows(context: Context, layer: Linear, wide: Wide) -> int:
+def _least_rows(context: Context, layer: Linear, wide: Fitted) -> int:
     """The fewest rows (a power of two, or those of the step) with which the padded forward product pays."""
     op = context.step.ops[layer.forward[0]].op
     assert isinstance(op, Gemm)

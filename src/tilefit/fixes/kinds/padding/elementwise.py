@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from tilefit.fixes.changes.calls import offered, still
@@ -37,15 +36,10 @@ ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = tuple(
 _WITH_NUMBER: frozenset[Any] = frozenset(
     [torch.pow, operator.pow, "pow", operator.truediv, torch.div, "div", torch.true_divide]
 )
-#: Functions that do the same to every channel of an image, their first argument.
-CHANNELWISE_FUNCTIONS: frozenset[Any] = frozenset(
-    getattr(F, f"{kind}_pool{dims}d")
-    for kind in ("max", "avg", "adaptive_avg", "adaptive_max")
-    for dims in (1, 2, 3)
-) | {F.interpolate, torch.clone}
-CHANNELWISE_METHODS = frozenset("clone contiguous float half bfloat16".split())
+#: Methods that keep every element.
+KEEPING_METHODS = frozenset("clone contiguous float half bfloat16".split())
 #: Whether all that padding may go through is PyTorch's, however a ``forward`` looks it up.
-are_torchs = still(offered(_NAMES | {each.__name__ for each in CHANNELWISE_FUNCTIONS} | CHANNELWISE_METHODS))
+are_torchs = still(offered(_NAMES | KEEPING_METHODS))
 
 
 #: What the padding may become on its way: far from the largest number of any element type.

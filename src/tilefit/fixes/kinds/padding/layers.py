@@ -7,14 +7,13 @@ nowhere else: by itself every module takes and gives the channels it always had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -37,7 +36,6 @@ from tilefit.rules.sites import listed
 CONVOLUTIONS: frozenset[type[nn.Module]] = frozenset(
     (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 )
-NORMS: frozenset[type[nn.Module]] = frozenset((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 _FUNCTIONS: dict[tuple[bool, int], Any] = {
     (False, 1): F.conv1d, (False, 2): F.conv2d, (False, 3): F.conv3d,
     (True, 1): F.conv_transpose1d, (True, 2): F.conv_transpose2d, (True, 3): F.conv_transpose3d,
@@ -67,8 +65,8 @@ def _is_handed_on(space: dict[Any, Any] | None, channels: int, wide: Channels | 
 
 
 @dataclass(frozen=True)
-class Wide(Behaviour):
-    """What a module has to do with padded channels.
+class Fitted(Behaviour):
+    """A linear layer or convolution that fits what it multiplies to the GPU; its parameters keep their sizes.
 
     Attributes:
         wide_in, wide_out: How channels lie in what it reads and in what it makes of it; None if they are not
@@ -78,6 +76,7 @@ class Wide(Behaviour):
         dims: Spatial dimensions behind the channels.
         least_rows: With fewer rows than this (the input's sizes but for the channels, multiplied) padding
             costs more than it saves, and the module runs as it always did.
+        nhwc: The region in which images are laid out in NHWC.
     """
 
     wide_in: Channels | None = None
@@ -86,48 +85,13 @@ class Wide(Behaviour):
     gives: Region | None = None
     dims: int = 0
     least_rows: int = 0
-
-    @staticmethod
-    def of(module: nn.Module) -> Wide | None:
-        """What a module does with them, if it does anything."""
-        return next((each for each in behaviours(module) if isinstance(each, Wide)), None)
-
-    def require(self, module: nn.Module, path: str) -> None:
-        require_plain(module, path, type(module))
-
-    def beside(self, module: nn.Module) -> tuple[Behaviour, Behaviour | None]:
-        return self, Wide.of(module)
-
-    def along(self, other: Wide) -> Wide:
-        """This, taking and giving what another does, too."""
-        return replace(self, takes=other.takes or self.takes, gives=other.gives or self.gives)
-
-    def is_made(self, module: nn.Module) -> bool:
-        """Whether a module does that already, in whatever regions."""
-        ways = [
-            (each.wide_in, each.wide_out, each.takes is None, each.gives is None)
-            for each in (self, Wide.of(module))
-            if each is not None
-        ]
-        return len(ways) == 2 and ways[0] == ways[1]
-
-    def is_given(self, channels: int) -> bool:
-        """Whether so many channels are what a part of the same region has padded."""
-        space = None if self.takes is None else self.takes.space()
-        return _is_handed_on(space, channels, self.wide_in)
-
-
-@dataclass(frozen=True)
-class Fitted(Wide):
-    """A linear layer or convolution that fits what it multiplies to the GPU; its parameters keep their sizes.
-
-    Attributes:
-        nhwc: The region in which images are laid out in NHWC.
-    """
-
+    nhwc: Region | None = None
     is_innermost = True
 
-    nhwc: Region | None = None
+    @staticmethod
+    def of(module: nn.Module) -> Fitted | None:
+        """What a module does with them, if it does anything."""
+        return next((each for each in behaviours(module) if isinstance(each, Fitted)), None)
 
     def require(self, module: nn.Module, path: str) -> None:
         if self.nhwc is None:
@@ -140,10 +104,14 @@ class Fitted(Wide):
         require_changeable(module, path)
 
     def beside(self, module: nn.Module) -> tuple[Behaviour, Behaviour | None]:
-        old = Wide.of(module)
-        if not isinstance(old, Fitted):
-            return self, old
+        old = Fitted.of(module)
+        if old is None:
+            return self, None
         return (replace(self, nhwc=old.nhwc) if self.nhwc is None else replace(old, nhwc=self.nhwc)), old
+
+    def along(self, other: Fitted) -> Fitted:
+        """This, taking and giving what another does, too."""
+        return replace(self, takes=other.takes or self.takes, gives=other.gives or self.gives)
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As the layer it is; what it reads and writes may be padded in a region."""
@@ -275,94 +243,40 @@ def _product(
     return y  # type: ignore[no-any-return]
 
 
-class WideNorm(Wide):
-    """Batch normalisation that leaves padded channels zero."""
-
-    is_innermost = True
-
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: torch.Tensor) -> Any:
-        """[batch, channels, ...] to the same, running statistics updated."""
-        assert isinstance(module, _BatchNorm)
-        if (
-            not self.dims and input.dim() > 2
-        ):  # of features behind a linear layer it normalizes what is before
-            if self.wide_in is not None and self.is_given(input.shape[-1]):
-                input = crop(input, input.dim() - 1, self.wide_in)
-            return forward(input)
-        if input.dim() < 2 or not self.is_given(input.shape[1]):
-            return forward(input)
-        assert self.wide_in is not None
-        module._check_input_dim(input)  # type: ignore[no-untyped-call]
-        tracked = not module.training or module.track_running_stats
-        running = (module.running_mean, module.running_var) if tracked else (None, None)
-        mean, variance, weight, bias = _spread(self.wide_in, *running, module.weight, module.bias)
-        of_batch = module.training or module.running_mean is None
-        y = F.batch_norm(input, mean, variance, weight, bias, of_batch, _factor(module), module.eps)
-        if module.training:
-            kept = [vector for vector in running if vector is not None]
-            new = [vector[: self.wide_in[0]] for vector in (mean, variance) if vector is not None]
-            if kept:
-                with torch.no_grad():
-                    torch._foreach_copy_(kept, new)
-        return crop(y, 1, self.wide_in) if self.gives is None else y
+def by_itself(layer: Layer, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> Fitted | None:
+    """A layer that pads what it reads (channels of ``inputs``) and crops what it writes (those of ``sizes``);
+    None where it has none of them."""
+    into, out = channels_of(layer)
+    wide_in, wide_out = _wide(into, inputs), _wide(out, sizes)
+    if wide_in is wide_out is None:
+        return None
+    return Fitted(wide_in, wide_out, dims=dims_of(layer))
 
 
-def _spread(wide: Channels, *vectors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    first = next((vector for vector in vectors if vector is not None), None)
-    if first is None:
-        return list(vectors)
-    gap = first.new_zeros(wide[1] - wide[0])
-    return [None if vector is None else torch.cat((vector, gap)) for vector in vectors]
-
-
-def _factor(module: _BatchNorm) -> float:
-    """The weight of this batch in the running statistics, after it has been counted."""
-    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        if module.momentum is None:
-            return 1.0 / float(module.num_batches_tracked)
-    return module.momentum or 0.0
-
-
-class Cropped(Wide):
-    """A module whose image is handed on without the padding it is given."""
-
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        y = forward(*args, **kwargs)
-        axis = y.dim() - self.dims - 1 if isinstance(y, torch.Tensor) else -1
-        if axis < 0 or self.wide_in is None or not self.is_given(y.shape[axis]):
-            return y
-        return crop(y, axis, self.wide_in)
+def _wide(channels: int, sizes: Mapping[int, int]) -> Channels | None:
+    wide = sizes.get(channels, channels)
+    return (channels, wide) if wide > channels else None
 
 
 # ---- the changes -------------------------------------------------------------------------------
 
 
-def kind_of(module: nn.Module) -> type[Wide]:
-    """What a module's behaviour with padded channels is."""
-    of_layer = Fitted if isinstance(module, Layer) else Cropped
-    return WideNorm if isinstance(module, _BatchNorm) else of_layer
-
-
-def padded(
-    wides: Mapping[str, Wide], sizes: Mapping[int, int], modules: Iterable[str] = (), host_s: float = 0.0
-) -> ChangeSet:
-    """The change that pads numbers of channels in layers that have them, and in what lies between those.
+def padded(wides: Mapping[str, Fitted], sizes: Mapping[int, int], host_s: float = 0.0) -> ChangeSet:
+    """The change that pads numbers of channels in layers that have them.
 
     Args:
         wides: What each module has to do, by path.
         sizes: The numbers, each with what it is padded to.
-        modules: Those that do something new; all by default.
         host_s: Of the change.
     """
-    paths = tuple(modules) or tuple(wides)
+    paths = tuple(wides)
     *many, last = [f"{old} to {new}" for old, new in sizes.items()] or [""]
     pairs = f"{', '.join(many)} and {last}" if many else last
     if any(wide.dims for wide in wides.values()):
         words = f"Pad {pairs} channels in {paths[0] if len(paths) == 1 else f'{len(paths)} modules'}."
     else:
         between = ", and what passes between them" if any(each.gives for each in wides.values()) else ""
-        layers = listed([path for path in paths if isinstance(wides[path], Fitted)], "linear layers")
+        layers = listed(paths, "linear layers")
         words = f"Pad the product of {layers}{between}, from {pairs} features."
     return ChangeSet(paths, behaviours=tuple(wides.items()), words=words, host_s=host_s)
 

@@ -32,8 +32,6 @@ LAYER_S = 150e-6
 #: The same for a layer that lays out its image in NHWC, or that looks for its region: a tenth of what a
 #: convolution's forward pass takes the host (13 of 119 us on a slow CPU), and 3 us to compare what it reads.
 REGION_S = 6e-6
-#: For each module that is compared when a region is entered: 0.18 ms for 150 of them on a slow CPU.
-COMPARED_S = 0.65e-6
 
 
 def widen(
