@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources.abc import Traversable
-from math import inf, isfinite
+from math import inf, isfinite, log
 from pathlib import Path
 from struct import error as StructError
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ from tilefit import gpus
 from tilefit.cost.analytic import analytic as first_stage
 from tilefit.cost.constants import Constants, LinkConstants
 from tilefit.cost.estimate import ESTIMATED, Estimate, bound
-from tilefit.cost.features import domain, example, features
+from tilefit.cost.features import divided, domain, example, features
 from tilefit.cost.memory import floor_s
 from tilefit.cost.tiles import count
 from tilefit.errors import TilefitError, UsageError
@@ -66,6 +66,7 @@ class Network:
         on_analytic: The first stage's time is corrected, and is the last input (:func:`on_analytic`); else
             the baseline of the features is.
         bounds: The least and the largest correction that was measured; no other is predicted.
+        divided: Of products these see more (:func:`~tilefit.cost.features.divided`).
     """
 
     domains: frozenset[str]
@@ -80,6 +81,7 @@ class Network:
     on_analytic: bool = False
     bounds: tuple[float, float] = (-inf, inf)
     paths: int = 0
+    divided: bool = False
 
     def __call__(self, rows: Sequence[Sequence[float]] | NDArray[np.float32]) -> NDArray[np.float32]:
         """The outputs for rows of inputs: [rows, 2 + families + tiles]."""
@@ -162,7 +164,7 @@ class Calibration:
 
         network = self.networks[ops[0].kind]
         if network.on_analytic:
-            baselines, rows = on_analytic(ops, gpu, analytic)
+            baselines, rows = on_analytic(ops, gpu, analytic, network.divided)
         else:
             baselines, rows = _described(ops, gpu)
         outputs = network(rows)
@@ -239,17 +241,23 @@ def _described(ops: Sequence[Op], gpu: Gpu) -> tuple[NDArray[np.float64], NDArra
 
 
 def on_analytic(
-    ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate]
+    ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate], in_parts: bool = False
 ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     """The first stage's times [s], and the inputs of networks that correct them.
 
-    The inputs are the features and, last, the logarithm of the first stage's time over their baseline.
+    The inputs are the features and, last, the logarithm of the first stage's time over their baseline; of
+    products ``in_parts`` also how wide its interval is, and how they are divided.
     """
     import numpy as np
 
     times = np.array([each.time_s for each in analytic])
     baselines, rows = _described(ops, gpu)
-    return times, np.column_stack((rows, np.log(times / baselines).astype(np.float32)))
+    rows = np.column_stack((rows, np.log(times / baselines).astype(np.float32)))
+    if in_parts:
+        both = zip(ops, analytic, strict=True)
+        more = [[log(each.high_s / each.low_s), *divided(op, gpu)] for op, each in both]
+        rows = np.column_stack((rows, np.array(more, dtype=np.float32)))
+    return times, rows
 
 
 # --- the file --------------------------------------------------------------------------------------
@@ -264,7 +272,7 @@ FORMAT = 2
 _HINT = "Use another file, or make a new one on this GPU: tilefit calibrate."
 
 
-def fingerprint(kind: str, gpu: Gpu, corrects_first_stage: bool = False) -> int:
+def fingerprint(kind: str, gpu: Gpu, corrects_first_stage: bool = False, in_parts: bool = False) -> int:
     """Changes when the inputs of a kind's networks change, or the GPU's facts; and where they correct the
     first stage, when that does.
 
@@ -272,7 +280,7 @@ def fingerprint(kind: str, gpu: Gpu, corrects_first_stage: bool = False) -> int:
     """
     op = example(kind)
     if corrects_first_stage:
-        baselines, rows = on_analytic([op], gpu, [first_stage(op, gpu)])
+        baselines, rows = on_analytic([op], gpu, [first_stage(op, gpu)], in_parts)
     else:
         baselines, rows = _described([op], gpu)
     return crc32(" ".join(f"{value:.4g}" for value in (*baselines, *rows[0])).encode())
@@ -311,7 +319,8 @@ def load(path: Traversable) -> Calibration:
         networks = {kind: network(arrays, kind, facts) for kind, facts in about["networks"].items()}
     gpu = gpus.get(about["gpu"])
     for kind, facts in about["networks"].items():
-        if facts.get("fingerprint") != fingerprint(kind, gpu, facts.get("on_analytic", False)):
+        seen = facts.get("on_analytic", False), facts.get("divided", False)
+        if facts.get("fingerprint") != fingerprint(kind, gpu, *seen):
             raise ValueError("it was made with another version of tilefit")
     links = _links(about["links"]["constants"]) if "links" in about else None
     quick = Quick(**about["quick"]) if "quick" in about else None
@@ -436,4 +445,5 @@ def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
         on_analytic=facts.get("on_analytic", False),
         bounds=(low, high),
         paths=facts.get("paths", 0),
+        divided=facts.get("divided", False),
     )
