@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import inf, isfinite
+from math import inf, isfinite, log
 from pathlib import Path
 from struct import error as StructError
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,7 @@ from tilefit import gpus
 from tilefit.cost.analytic import analytic as first_stage
 from tilefit.cost.constants import Constants, LinkConstants
 from tilefit.cost.estimate import ESTIMATED, Estimate, bound
-from tilefit.cost.features import domain, example, features
+from tilefit.cost.features import divided, domain, example, features
 from tilefit.cost.memory import floor_s
 from tilefit.cost.tiles import count
 from tilefit.errors import TilefitError, UsageError
@@ -42,7 +42,8 @@ WIDEST = 2.0
 SURE = 0.4
 #: By how much more an operation may be off on another machine than on the one that was measured, as a factor
 #: minus one, where a calibration ships: so 79 % of published products on an H100 are inside, and of an H200,
-#: on which this was not chosen, 78 % (without it 66 and 59 %).
+#: on which this was not chosen, 78 % (without it 66 and 59 %). What ships on top of a donor's needs none: on
+#: an H100 that taught nothing 77 to 87 % are inside without it (``benchmarks/ship_calibration.py``).
 _OTHER_MACHINE = 0.03
 #: Networks are surer of the way on shapes that they were trained on than on others: logits over this.
 SOFTENED = 1.5
@@ -65,6 +66,7 @@ class Network:
         on_analytic: The first stage's time is corrected, and is the last input (:func:`on_analytic`); else
             the baseline of the features is.
         bounds: The least and the largest correction that was measured; no other is predicted.
+        divided: Of products these see more (:func:`~tilefit.cost.features.divided`).
     """
 
     domains: frozenset[str]
@@ -79,6 +81,7 @@ class Network:
     on_analytic: bool = False
     bounds: tuple[float, float] = (-inf, inf)
     paths: int = 0
+    divided: bool = False
 
     def __call__(self, rows: Sequence[Sequence[float]] | NDArray[np.float32]) -> NDArray[np.float32]:
         """The outputs for rows of inputs: [rows, 2 + families + tiles]."""
@@ -160,11 +163,12 @@ class Calibration:
         import numpy as np
 
         network = self.networks[ops[0].kind]
-        baselines, rows = on_analytic(ops, gpu, analytic if network.on_analytic else None)
+        before = analytic if network.on_analytic else None
+        baselines, rows = on_analytic(ops, gpu, before, network.divided)
         outputs = network(rows)
         times = baselines * np.exp(outputs[:, 0])
         spreads = np.exp(np.minimum(outputs[:, 1], WIDEST))
-        wider = 1 + _OTHER_MACHINE * ("collected" in self.about)
+        wider = 1 + _OTHER_MACHINE * ("collected" in self.about and not self.on_shipped)
         low = times * (np.exp(network.quantiles[0] * spreads) / wider)
         high = times * (np.exp(network.quantiles[1] * spreads) * wider)
         ends = 2 + len(network.families)
@@ -224,12 +228,13 @@ def _choices(logits: NDArray[np.float32]) -> list[tuple[int, float]]:
 
 
 def on_analytic(
-    ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate] | None
+    ops: Sequence[Op], gpu: Gpu, analytic: Sequence[Estimate] | None, in_parts: bool = False
 ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     """The first stage's times [s], and the inputs of networks that correct them; without these the baseline
     of the features, and the inputs of networks that correct that.
 
-    The inputs are the features and, last, the logarithm of the first stage's time over their baseline.
+    The inputs are the features and, last, the logarithm of the first stage's time over their baseline; of
+    products ``in_parts`` also how wide its interval is, and how they are divided.
     """
     import numpy as np
 
@@ -238,7 +243,12 @@ def on_analytic(
     if analytic is None:
         return baselines, rows
     times = np.array([each.time_s for each in analytic])
-    return times, np.column_stack((rows, np.log(times / baselines).astype(np.float32)))
+    rows = np.column_stack((rows, np.log(times / baselines).astype(np.float32)))
+    if in_parts:
+        both = zip(ops, analytic, strict=True)
+        more = [[log(each.high_s / each.low_s), *divided(op, gpu)] for op, each in both]
+        rows = np.column_stack((rows, np.array(more, dtype=np.float32)))
+    return times, rows
 
 
 # --- the file --------------------------------------------------------------------------------------
@@ -256,14 +266,15 @@ _OTHER_VERSION = "it was made with another version of tilefit"
 _HINT = "Use another file, or make a new one on this GPU: tilefit calibrate."
 
 
-def fingerprint(kind: str, gpu: Gpu, corrects_first_stage: bool = False) -> int:
+def fingerprint(kind: str, gpu: Gpu, corrects_first_stage: bool = False, in_parts: bool = False) -> int:
     """Changes when the inputs of a kind's networks change, or the GPU's facts; and where they correct the
     first stage, when that does.
 
     Networks fitted before would be given inputs that mean something else.
     """
     op = example(kind)
-    baselines, rows = on_analytic([op], gpu, [first_stage(op, gpu)] if corrects_first_stage else None)
+    told = [first_stage(op, gpu)] if corrects_first_stage else None
+    baselines, rows = on_analytic([op], gpu, told, in_parts)
     return crc32(" ".join(f"{value:.4g}" for value in (*baselines, *rows[0])).encode())
 
 
@@ -301,7 +312,8 @@ def load(path: Path) -> Calibration:
     gpu = gpus.get(about["gpu"])
     known = about["networks"].items()
     for kind, facts in known:
-        if facts.get("fingerprint") != fingerprint(kind, gpu, facts.get("on_analytic", False)):
+        seen = facts.get("on_analytic", False), facts.get("divided", False)
+        if facts.get("fingerprint") != fingerprint(kind, gpu, *seen):
             raise ValueError(_OTHER_VERSION)
     links = _links(about["links"]["constants"]) if "links" in about else None
     quick = Quick(**about["quick"]) if "quick" in about else None
@@ -421,4 +433,5 @@ def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
         on_analytic=facts.get("on_analytic", False),
         bounds=(low, high),
         paths=facts.get("paths", 0),
+        divided=facts.get("divided", False),
     )

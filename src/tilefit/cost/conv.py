@@ -15,9 +15,9 @@ from tilefit.cost.estimate import MATH, Estimate
 from tilefit.cost.features import (
     ALIGNMENTS,
     FIXED_S,
-    MATH_SHARE,
     MEMORY_SHARE,
     Row,
+    best_split,
     describes,
     one_hot,
     tiling,
@@ -27,7 +27,7 @@ from tilefit.cost.kernels import CEILINGS, SIMT, Kernel, feed, on_cuda_cores, se
 from tilefit.cost.launch import KERNEL_S, counts, launches
 from tilefit.cost.memory import clocks_s, floor_s, moved_s, rate_bytes_per_s
 from tilefit.cost.tables import facts
-from tilefit.cost.tiles import STAGE_BYTES, TILES, ceil_div, count, round_up
+from tilefit.cost.tiles import TILES, ceil_div, round_up
 from tilefit.gpus import Gpu
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Conv2d, Gemm, Op, StepOp
 from tilefit.ops.dtypes import HALVES, LINE_BYTES, elements_per_access, size_bytes
@@ -59,9 +59,6 @@ _CHANNELS = (1, 2, 3, 4, 8, 16, 32, 64)
 #: What the groups and the pass, and what the layout and a 1 x 1 kernel decide together.
 _GROUPED = tuple(every(_DIRECTIONS, _GROUPINGS))
 _POINTWISE = tuple(every((False, True), (False, True), _GROUPINGS))
-#: Splits of the contraction that are looked at, and what adding the parts up takes beside their traffic.
-_MOST_SPLITS = 512
-_SPLIT_S = 1.5e-6
 
 
 @estimates(Conv)
@@ -258,25 +255,6 @@ def _depthwise(op: Conv, gpu: Gpu, constants: Constants) -> Estimate:
 # --- what the networks see -------------------------------------------------------------------------
 
 
-def _split(product: Gemm, gpu: Gpu, tile: int) -> tuple[float, int]:
-    """The best time of a product in square tiles over the splits of its contraction, and that split."""
-    blocks = count(product.m, product.n, (tile, tile), product.batch)
-    stage = STAGE_BYTES // size_bytes(product.dtype)
-    stages = ceil_div(product.k, stage)
-    peak = gpu.peak_flop_per_s(product.dtype)
-    wave_s = gpu.sms * 2 * tile * tile * stage / (peak * MATH_SHARE)
-    added_s = product.m * product.n * product.batch * 2 / gpu.memory_bandwidth_bytes_per_s
-    best, best_split, split = inf, 1, 1
-    while split <= max(1, min(_MOST_SPLITS, stages // 2)):
-        time_s = ceil_div(blocks * split, gpu.sms) * (ceil_div(stages, split) + 3) * wave_s
-        if split > 1:
-            time_s += _SPLIT_S + added_s * (split + 1)
-        if time_s < best:
-            best, best_split = time_s, split
-        split *= 2
-    return best, best_split
-
-
 def _grouping(op: Conv) -> str:
     channels_in, channels_out = op.group_channels
     if op.groups == 1:
@@ -322,8 +300,8 @@ def _paths(op: Conv, gpu: Gpu) -> list[float]:
         m, n, k = matrix.m, padded_in, round_up(matrix.k, access)
     calls = op.groups if grouping == "other" else 1
     padded = Gemm(m, n, k, op.dtype, batch=matrix.batch // calls)
-    large_s, large_split = _split(padded, gpu, 128)
-    small_s, small_split = _split(padded, gpu, 64)
+    large_s, large_split = best_split(padded, gpu, 128)
+    small_s, small_split = best_split(padded, gpu, 64)
     memory_s = op.moved_bytes / calls / gpu.memory_bandwidth_bytes_per_s / MEMORY_SHARE
     call_s = max(min(large_s, small_s), memory_s) + FIXED_S
     row += [
@@ -334,7 +312,7 @@ def _paths(op: Conv, gpu: Gpu) -> list[float]:
     image = replace(replace(op, batch=1).implicit_gemm, batch=op.batch * op.groups)
     if op.direction == BACKWARD_DATA:  # all taps, those that a stride skips too: so the networks were fitted
         image = replace(image, k=channels_out * prod(op.kernel_size))
-    row.append(log2(_split(image, gpu, 128)[0]))
+    row.append(log2(best_split(image, gpu, 128)[0]))
     row += one_hot(channels_in, _CHANNELS) + one_hot(channels_out, _CHANNELS)
     row += one_hot((op.direction, grouping), _GROUPED)
     row += one_hot((op.channels_last, plain, grouping), _POINTWISE)

@@ -8,11 +8,11 @@ network is enough and that sizes it has never seen still look familiar.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import log2
+from math import inf, log2
 from typing import Any, TypeVar
 
 from tilefit.cost.kinds import ByKind
-from tilefit.cost.tiles import STAGE_BYTES, ceil_div, contraction, count, waves
+from tilefit.cost.tiles import STAGE_BYTES, ceil_div, contraction, count, round_up, waves
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm, Op
 from tilefit.ops.dtypes import size_bytes
@@ -30,6 +30,9 @@ MATH_SHARE = 0.84
 MEMORY_SHARE = 0.85
 FIXED_S = 2.2e-6
 _PROLOGUE_BYTES = 256
+#: Splits of the contraction that are looked at, and what adding the parts up takes beside their traffic.
+_MOST_SPLITS = 512
+_SPLIT_S = 1.5e-6
 #: A narrow product is described by fewer waves than this, without the loss of the last one.
 _LEAST_WAVES = 0.2
 
@@ -81,3 +84,32 @@ def tiling(gemm: Gemm, peak: float, gpu: Gpu) -> Row:
         row += (*quantization(blocks, gpu.sms), log2(blocks * a * b / (gemm.m * gemm.n * gemm.batch)))
         best = min(best, ceil_div(blocks, gpu.sms) * gpu.sms * 2 * a * b * depth / (peak * MATH_SHARE))
     return best, row
+
+
+def best_split(product: Gemm, gpu: Gpu, tile: int) -> tuple[float, int]:
+    """The best time of a product in square tiles over the splits of its contraction, and that split."""
+    blocks = count(product.m, product.n, (tile, tile), product.batch)
+    stage = STAGE_BYTES // size_bytes(product.dtype)
+    stages = ceil_div(product.k, stage)
+    peak = gpu.peak_flop_per_s(product.dtype)
+    wave_s = gpu.sms * 2 * tile * tile * stage / (peak * MATH_SHARE)
+    added_s = product.m * product.n * product.batch * 2 / gpu.memory_bandwidth_bytes_per_s
+    best, best_at, split = inf, 1, 1
+    while split <= max(1, min(_MOST_SPLITS, stages // 2)):
+        time_s = ceil_div(blocks * split, gpu.sms) * (ceil_div(stages, split) + 3) * wave_s
+        if split > 1:
+            time_s += _SPLIT_S + added_s * (split + 1)
+        if time_s < best:
+            best, best_at = time_s, split
+        split *= 2
+    return best, best_at
+
+
+def divided(op: Op, gpu: Gpu) -> list[float]:
+    """How few rows and columns a product has, what whole steps of its contraction lose, and for square tiles
+    the best time over the splits of the contraction, and that split."""
+    assert isinstance(op, Gemm)
+    m, n, k = op.m, op.n, op.k
+    row = [min(m, 32), min(n, 32), min(k, 64), log2(min(m, n)), log2(max(m, n))]
+    row += [log2(round_up(k, step) / k) for step in (16, 32, 64, 128)]
+    return row + [log2(each) for tile in (16, 32, 64, 128) for each in best_split(op, gpu, tile)]
