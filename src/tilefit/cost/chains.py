@@ -21,8 +21,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from tilefit.cost.lowering import ADDING, Value, is_generated, is_scattered
 from tilefit.cost.streaming import BY_FUNCTION
@@ -33,6 +34,9 @@ from tilefit.ops.dtypes import size_bytes
 _KEPT = frozenset(BY_FUNCTION["inductor"]["kept"].split())
 #: Operations in a row that are computed again at most (``torch._inductor.config.realize_opcount_threshold``).
 _MOST_OPERATIONS = 30
+
+#: Roles of generated code that the partitioner of the two passes takes for what fuses with nothing.
+_UNFUSED = ("embedding", "pooling")
 
 #: What must be read to have a value, with the bytes.
 Roots = dict[Value, int]
@@ -90,6 +94,7 @@ class Chains:
         self.rest = {index: self.rest[index] for index, _ in read if index in self.rest}
         self.written.update(value for value in self.refs if value not in read and not self._is_dead(value))
         self.written.update((producer[number], number) for number in producer.keys() & set(returned))
+        self.apart = _used_apart(ops, self.sources)
         needed = self.written.copy()
         for index, entry in enumerate(ops):
             if is_generated(entry):
@@ -179,7 +184,9 @@ class Chains:
                 value = self.normalised.get(value, value)
             # A broadcast view is larger than what is read of it.
             size = min(ref.bytes, op.read_bytes)
-            needs[value] = {value: size} if op.role == "pooling" else self.roots(value, size)
+            needs[value] = (
+                {value: size} if op.role == "pooling" else self.roots(value, size, entry.phase == FORWARD)
+            )
         chain = self.of[index] = self._join(index, entry, needs)
         chain.members.append(index)
         if chain.escape < 0:
@@ -223,10 +230,12 @@ class Chains:
         self,
         value: Value,
         size: int,
+        forward: bool = False,
         most: int = _MOST_OPERATIONS,
         known: dict[Value, Roots] | None = None,
     ) -> Roots:
-        """What must be read to have a value, with the bytes: itself, or what it is computed from again."""
+        """What must be read to have a value in one of the two passes, with the bytes: itself, or what it is
+        computed from again."""
         known = {} if known is None else known
         if value in known:
             return known[value]
@@ -237,7 +246,8 @@ class Chains:
         op = self.streaming(writer)
         dropped = op.function == "native_dropout"
         outputs = self.ops[writer].outputs
-        if writer in self.rest or _is_kept(op) or (dropped and value[1] != outputs[0].id):
+        apart = not forward and writer in self.apart
+        if apart or writer in self.rest or _is_kept(op) or (dropped and value[1] != outputs[0].id):
             return known[value]
         roots: Roots = {}
         for ref, source in self.sources[writer]:
@@ -246,7 +256,7 @@ class Chains:
                 roots = {self.normalised[read]: op.elements * size_bytes("fp32")}
                 break
             least = min(ref.bytes, op.read_bytes)
-            for root, root_size in self.roots(read, least, most - 1, known).items():
+            for root, root_size in self.roots(read, least, forward, most - 1, known).items():
                 roots[root] = max(root_size, roots.get(root, 0))
         if dropped:
             roots[writer, outputs[-1].id] = outputs[-1].bytes
@@ -290,6 +300,37 @@ class Chains:
         for writer, number in values:
             if self.of.get(writer) is chain and number in chain.sums:
                 yield chain.sums[number]
+
+
+def _used_apart(ops: Sequence[StepOp], sources: Sequence[Collection[tuple[TensorRef, int]]]) -> set[int]:
+    """Operations of the forward pass that are not computed again in the backward pass: they use what another
+    used before, and what follows from that has met a library's kernel meanwhile (the partitioner's
+    ``ban_recompute_used_far_apart``), as the additions to a residual stream."""
+    users: dict[Value, list[int]] = {}
+    fuses = [is_generated(entry) and entry.op.category not in _UNFUSED for entry in ops]
+    whole: dict[int, int] = {}
+    for index, entry in enumerate(ops):
+        for ref, writer in sources[index] if entry.phase == FORWARD else ():
+            # What is given is a view if it is fused with.
+            if writer >= 0 or ref.bytes < whole.setdefault(ref.id, ref.bytes):
+                users.setdefault((writer, ref.id), []).append(index)
+    found = set()
+    for (writer, _), readers in users.items():
+        if writer >= 0 and not fuses[writer]:
+            continue
+        open_ = [(reader, True) for reader in readers]
+        met, seen = readers[-1], set(readers)
+        while open_:
+            met, fused = heappop(open_)
+            if not fused:
+                break
+            later = {user for ref in ops[met].outputs for user in users.get((met, ref.id), ())}
+            for user in later - seen:
+                if user <= readers[-1]:
+                    seen.add(user)
+                    heappush(open_, (user, fuses[met] and fuses[user]))
+        found.update(reader for reader in readers if reader > met and fuses[reader])
+    return found
 
 
 def _rows(op: Streaming) -> tuple[int, bool] | None:

@@ -77,6 +77,10 @@ def _kernels(chains: Chains) -> Iterator[StepOp]:
     for index, entry in enumerate(chains.ops):
         chain = chains.of.get(index)
         if chain is None:
+            if rest := 0 if entry.eager else chains.rest.get(index, 0):  # of what libraries write to in part
+                size, dtype = rest + entry.outputs[0].bytes, entry.outputs[0].dtype
+                whole = Streaming("copy", size // size_bytes(dtype), size, size, dtype, function="clone")
+                yield replace(entry, op=whole, name="aten.clone", inputs=(), outputs=())
             yield from padded(entry, chains.sources[index], copies)
         elif index == chain.position and chain.members:
             yield _kernel(chains, chain)

@@ -108,7 +108,8 @@ def _is_left(op: Op) -> bool:
         return False
     function = op.function.removesuffix("_")
     # Atomic additions of bf16 were slow when it began to (torch._inductor.decomposition.index_add).
-    return op.function in _LEFT_TO_ATEN or (function == "index_add" and op.dtype == "bf16")
+    is_slow = (function == "index_add" and op.dtype == "bf16") or op.dtype.startswith("complex")
+    return op.function in _LEFT_TO_ATEN or is_slow
 
 
 def is_scattered(op: Streaming) -> bool:
