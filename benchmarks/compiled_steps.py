@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from whole_steps import COMPILED, MODELS, PREDICTED, Measured, Run, host_scale, predicted, runs
+from whole_steps import COMPILED, MODELS, PADDED, PREDICTED, Measured, Run, host_scale, predicted, runs
 
 from tilefit.cost.priced import priced
 
@@ -57,6 +57,10 @@ WORK = Path(os.environ.get("TMPDIR", "/tmp")) / "compiled_steps"
 WIDE = ("densenet121", "efficientnet_b0", "ghostnet", "hrnet", "regnet", "mobilevit", "segformer", "xcit")
 #: Seconds that timing a model is taken to need, before any was timed.
 TIMING_S = 8.0
+#: And its last turn, with what the profiler says.
+LAST_S = 4.5
+#: A turn that takes longer has failed.
+MOST_S = 45.0
 STEPS_BEFORE = 3
 #: Parameters whose optimizer is compiled: more take too long.
 MOST_COMPILED = 64
@@ -167,10 +171,10 @@ def times(model: Measured, turns: int) -> None:
             break
 
 
-def eager(model: Measured) -> dict[str, Any]:
-    """A row of the same model without the compiler."""
+def eager(model: Measured, turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row of the same model without the compiler, of these turns and another."""
     compiled = model.run, model.turns, model.once
-    model.run, model.turns = model.model, []
+    model.run, model.turns = model.model, turns
     try:
         times(model, 1)
         model.once = {}
@@ -230,8 +234,8 @@ def optimizers(model: Measured) -> Callable[[], dict[str, float]]:
     return timed
 
 
-def work(run: Run, device: str, turns: int) -> None:
-    """Compile, say so, wait for a line, and print the row."""
+def work(run: Run, device: str, turns: int, rounds: int) -> None:
+    """Compile, say so, wait for a line, and print the row; before it, so many times, for turns alone."""
     from torch._dynamo.utils import counters
 
     graphs: list[dict[str, Any]] = []
@@ -251,10 +255,15 @@ def work(run: Run, device: str, turns: int) -> None:
     if device == "cuda":
         torch.cuda.empty_cache()
     compile_s = time.perf_counter() - start
+    apart: list[dict[str, Any]] = []
+    for _ in range(rounds - 1):
+        with when_called():
+            times(model, 1)
+            eager(model, apart)
     with when_called():
         times(model, turns)
         row_of_optimizers = of_optimizers() if of_optimizers else None
-        beside = eager(model)  # before the profiler, which slows the host from then on
+        beside = eager(model, apart)  # before the profiler, which slows the host from then on
         model.look_inside()
         found = host_profile(model)
         row = {"model": run.label, **run.sizes, "arguments": run.arguments, **model.row()}
@@ -414,6 +423,16 @@ class Session:
         print(f"{self.elapsed_s:5.0f} s in all", flush=True)
 
     def time(self) -> None:
+        for _ in range(getattr(self.options, "rounds", 1) - 1):
+            for worker in self.workers:
+                late = self.elapsed_s + LAST_S * len(self.workers) > self.options.budget_s
+                if worker.ready.is_set() and not worker.ended.is_set() and not late:
+                    worker.ready.clear()
+                    worker.go()
+                    begun_s = self.elapsed_s
+                    while not (worker.ready.wait(0.05) or worker.ended.is_set()):
+                        if self.elapsed_s - begun_s > MOST_S:
+                            worker.stop()
         for worker in self.workers:
             if not worker.ready.is_set():
                 continue
@@ -445,10 +464,13 @@ def foresee(name: str) -> dict[str, Any]:
     before = len(MODELS) + len(COMPILED)
     rows = json.loads(FORESEEN.read_text())["rows"]
     made = {row["model"] for row in rows}
-    for run in [run for run in known[before : before + len(PREDICTED)] if run.label not in made]:
+    for run in [
+        run for run in known[before : before + len(PREDICTED) + len(PADDED)] if run.label not in made
+    ]:
         found = [predicted(run, gpu, scale) for scale in SCALES]
         first = found[0]
         row = {"model": run.label, "gpu_ms": first["predicted_gpu_ms"], "gib": first["predicted_gib"]}
+        row["interval_ms"] = [each["predicted_interval_ms"] for each in found]
         rows.append({**row, "step_ms": [each["predicted_ms"] for each in found]})
         print(f"{run.label:40} GPU {row['gpu_ms']:7.2f} ms", flush=True)
     return {"gpu": name, "scales": SCALES, "rows": rows}
@@ -551,6 +573,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose name contains one of these, by commas")
     parser.add_argument("--done", type=Path, nargs="*", default=[RECORDED], help="rows that exist")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1, help="how often each is timed, spread over the run")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a trial")
     parser.add_argument("--pack", type=Path, help="rows to make a result of, at --out")
     parser.add_argument("--predict", action="store_true", help="write predictions of steps to be measured")
@@ -575,13 +598,26 @@ def main() -> None:
     listed = listed[later:] + listed[len(MODELS) : later] + listed[: len(MODELS)]
     known = [tiny(run) if options.tiny else run for run in listed]
     if options.worker:
-        work(next(run for run in known if run.label == options.worker), options.device, options.turns)
+        work(
+            next(run for run in known if run.label == options.worker),
+            options.device,
+            options.turns,
+            options.rounds,
+        )
         return
     done = {row["model"] for path in options.done for row in recorded(path) if "gpu_ms" in row}
     names = options.only.split(",")
     labels = [run.label for run in known]
     wanted = [each for each in labels if each not in done and any(name in each for name in names)]
-    command = [__file__, "--device", options.device, "--turns", str(options.turns)]
+    command = [
+        __file__,
+        "--device",
+        options.device,
+        "--turns",
+        str(options.turns),
+        "--rounds",
+        str(options.rounds),
+    ]
     command += ["--tiny"] if options.tiny else []
     session = Session(wanted, options, command, shown)
     session.finish()
