@@ -423,19 +423,19 @@ class Session:
         print(f"{self.elapsed_s:5.0f} s in all", flush=True)
 
     def time(self) -> None:
+        compiled = [worker for worker in self.workers if worker.ready.is_set()]
         for _ in range(getattr(self.options, "rounds", 1) - 1):
-            for worker in self.workers:
-                late = self.elapsed_s + LAST_S * len(self.workers) > self.options.budget_s
-                if worker.ready.is_set() and not worker.ended.is_set() and not late:
-                    worker.ready.clear()
-                    worker.go()
-                    begun_s = self.elapsed_s
-                    while not (worker.ready.wait(0.05) or worker.ended.is_set()):
-                        if self.elapsed_s - begun_s > MOST_S:
-                            worker.stop()
-        for worker in self.workers:
-            if not worker.ready.is_set():
-                continue
+            for worker in compiled:
+                late = self.elapsed_s + LAST_S * len(compiled) > self.options.budget_s
+                if worker.ended.is_set() or late:
+                    continue
+                worker.ready.clear()
+                worker.go()
+                begun_s = self.elapsed_s
+                while not (worker.ready.wait(0.05) or worker.ended.is_set()):
+                    if self.elapsed_s - begun_s > MOST_S:
+                        worker.stop()
+        for worker in compiled:
             remaining_s = self.options.budget_s - self.elapsed_s
             if remaining_s > 4:
                 worker.go()
