@@ -56,11 +56,11 @@ WORK = Path(os.environ.get("TMPDIR", "/tmp")) / "compiled_steps"
 #: Kernels of these differ from layer to layer: each has compiler threads beside its own.
 WIDE = ("densenet121", "efficientnet_b0", "ghostnet", "hrnet", "regnet", "mobilevit", "segformer", "xcit")
 #: Seconds that timing a model is taken to need, before any was timed.
-TIMING_S = 8.0
+TIMING_S = 6.5
 #: And its last turn, with what the profiler says.
 LAST_S = 4.5
 #: A turn that takes longer has failed.
-MOST_S = 45.0
+MOST_S = 10.0
 STEPS_BEFORE = 3
 #: Parameters whose optimizer is compiled: more take too long.
 MOST_COMPILED = 64
@@ -86,7 +86,8 @@ def gpu_to_itself() -> Iterator[None]:
 def when_called() -> Iterator[None]:
     """Say that all is compiled, wait for the turn, and have the GPU within the block."""
     print(READY, flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        sys.exit("Whoever started this is gone.")  # or it would hold the GPU's lock against others
     gc.freeze()  # or the collector looks through all of this again and again while steps are timed
     with gpu_to_itself():
         yield
@@ -344,6 +345,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, 9)
         self.process.wait()
+        self.ended.set()  # its children may still hold the pipe
 
     def result(self, why: str) -> dict[str, Any]:
         """Its row, or why there is none."""
@@ -437,9 +439,9 @@ class Session:
                         worker.stop()
         for worker in compiled:
             remaining_s = self.options.budget_s - self.elapsed_s
-            if remaining_s > 4:
+            if remaining_s > 4 and not worker.ended.is_set():
                 worker.go()
-                worker.ended.wait(timeout=min(45.0, remaining_s))
+                worker.ended.wait(timeout=min(4 * MOST_S, remaining_s))
             worker.stop()
             worker.ended.wait(timeout=5)
             self.write(worker.result("not timed in time, or failed"))
