@@ -21,9 +21,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from itertools import chain as joined
 
 from tilefit.cost.lowering import ADDING, Value, is_generated, is_scattered
 from tilefit.cost.streaming import BY_FUNCTION
@@ -306,31 +307,21 @@ def _used_apart(ops: Sequence[StepOp], sources: Sequence[Collection[tuple[Tensor
     """Operations of the forward pass that are not computed again in the backward pass: they use what another
     used before, and what follows from that has met a library's kernel meanwhile (the partitioner's
     ``ban_recompute_used_far_apart``), as the additions to a residual stream."""
-    users: dict[Value, list[int]] = {}
     fuses = [is_generated(entry) and entry.op.category not in _UNFUSED for entry in ops]
+    # The first operation that each leads to and does not fuse with, or that another one on the way does not.
+    met = [len(ops)] * (len(ops) + 1)
+    users: dict[Value, list[int]] = defaultdict(list)
     whole: dict[int, int] = {}
-    for index, entry in enumerate(ops):
-        for ref, writer in sources[index] if entry.phase == FORWARD else ():
-            # What is given is a view if it is fused with.
-            if writer >= 0 or ref.bytes < whole.setdefault(ref.id, ref.bytes):
-                users.setdefault((writer, ref.id), []).append(index)
-    found = set()
-    for (writer, _), readers in users.items():
-        if writer >= 0 and not fuses[writer]:
-            continue
-        open_ = [(reader, True) for reader in readers]
-        met, seen = readers[-1], set(readers)
-        while open_:
-            met, fused = heappop(open_)
-            if not fused:
-                break
-            later = {user for ref in ops[met].outputs for user in users.get((met, ref.id), ())}
-            for user in later - seen:
-                if user <= readers[-1]:
-                    seen.add(user)
-                    heappush(open_, (user, fuses[met] and fuses[user]))
-        found.update(reader for reader in readers if reader > met and fuses[reader])
-    return found
+    for ref, _ in joined.from_iterable(sources):
+        whole[ref.id] = max(ref.bytes, whole.get(ref.id, 0))
+    for index in range(len(ops))[::-1]:
+        for ref, writer in sources[index] if ops[index].phase == FORWARD else ():
+            met[writer] = min(met[writer], met[index] if fuses[writer] and fuses[index] else index)
+            # Of what is given, a view fuses.
+            if fuses[writer] if writer >= 0 else ref.bytes < whole[ref.id]:
+                users[writer, ref.id].append(index)
+    firsts = ((min(met[reader] for reader in readers), readers) for readers in users.values())
+    return {reader for first, readers in firsts for reader in readers if reader > first and fuses[reader]}
 
 
 def _rows(op: Streaming) -> tuple[int, bool] | None:
