@@ -56,15 +56,16 @@ WORK = Path(os.environ.get("TMPDIR", "/tmp")) / "compiled_steps"
 #: Kernels of these differ from layer to layer: each has compiler threads beside its own.
 WIDE = ("densenet121", "efficientnet_b0", "ghostnet", "hrnet", "regnet", "mobilevit", "segformer", "xcit")
 #: Seconds that timing a model is taken to need, before any was timed.
-TIMING_S = 6.5
+TIMING_S = 5.0
 #: And its last turn, with what the profiler says.
-LAST_S = 4.5
+LAST_S = 7.0
 #: A turn that takes longer has failed.
 MOST_S = 10.0
 STEPS_BEFORE = 3
 #: Parameters whose optimizer is compiled: more take too long.
 MOST_COMPILED = 64
 READY = "READY"
+TURN, LAST = "turn", "last"
 ROW = "ROW "
 
 
@@ -83,14 +84,14 @@ def gpu_to_itself() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def when_called() -> Iterator[None]:
-    """Say that all is compiled, wait for the turn, and have the GPU within the block."""
+def when_called() -> Iterator[bool]:
+    """Say that all is compiled, wait for the turn, and have the GPU within the block: is it the last turn?"""
     print(READY, flush=True)
-    if not sys.stdin.readline():
+    if not (called := sys.stdin.readline()):
         sys.exit("Whoever started this is gone.")  # or it would hold the GPU's lock against others
     gc.freeze()  # or the collector looks through all of this again and again while steps are timed
     with gpu_to_itself():
-        yield
+        yield called.strip() == LAST
 
 
 def lock_benchmarks() -> None:
@@ -235,8 +236,8 @@ def optimizers(model: Measured) -> Callable[[], dict[str, float]]:
     return timed
 
 
-def work(run: Run, device: str, turns: int, rounds: int) -> None:
-    """Compile, say so, wait for a line, and print the row; before it, so many times, for turns alone."""
+def work(run: Run, device: str, turns: int) -> None:
+    """Compile, say so, take a turn for each line, and print the row after the last."""
     from torch._dynamo.utils import counters
 
     graphs: list[dict[str, Any]] = []
@@ -257,27 +258,29 @@ def work(run: Run, device: str, turns: int, rounds: int) -> None:
         torch.cuda.empty_cache()
     compile_s = time.perf_counter() - start
     apart: list[dict[str, Any]] = []
-    for _ in range(rounds - 1):
-        with when_called():
-            times(model, 1)
-            eager(model, apart)
-    with when_called():
-        times(model, turns)
-        row_of_optimizers = of_optimizers() if of_optimizers else None
-        beside = eager(model, apart)  # before the profiler, which slows the host from then on
-        model.look_inside()
-        found = host_profile(model)
-        row = {"model": run.label, **run.sizes, "arguments": run.arguments, **model.row()}
-        row["compile_s"] = round(compile_s, 1)
-        row["unique_graphs"] = counters["stats"]["unique_graphs"]
-        row["graph_breaks"] = {reason[:200]: n for reason, n in counters["graph_break"].items()}
-        row["graphs"] = graphs
-        row["host_profile"] = found
-        row["optimizers_ms"] = row_of_optimizers
-        print(ROW + json.dumps({**row, "eager": beside}), flush=True)
-        model.run = model.model
-        model.look_inside()
-        beside |= model.once
+    last = False
+    while not last:
+        with when_called() as last:
+            if not last:
+                times(model, 1)
+                eager(model, apart)
+                continue
+            times(model, turns)
+            row_of_optimizers = of_optimizers() if of_optimizers else None
+            beside = eager(model, apart)  # before the profiler, which slows the host from then on
+            model.look_inside()
+            found = host_profile(model)
+            row = {"model": run.label, **run.sizes, "arguments": run.arguments, **model.row()}
+            row["compile_s"] = round(compile_s, 1)
+            row["unique_graphs"] = counters["stats"]["unique_graphs"]
+            row["graph_breaks"] = {reason[:200]: n for reason, n in counters["graph_break"].items()}
+            row["graphs"] = graphs
+            row["host_profile"] = found
+            row["optimizers_ms"] = row_of_optimizers
+            print(ROW + json.dumps({**row, "eager": beside}), flush=True)
+            model.run = model.model
+            model.look_inside()
+            beside |= model.once
     print(ROW + json.dumps({**row, "eager": beside}), flush=True)
 
 
@@ -334,10 +337,10 @@ class Worker:
     def compiles(self) -> bool:
         return not self.ready.is_set() and not self.ended.is_set()
 
-    def go(self) -> None:
+    def go(self, turn: str = LAST) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has failed, which its row says
-            self.process.stdin.write("go\n")
+            self.process.stdin.write(f"{turn}\n")
             self.process.stdin.flush()
 
     def stop(self) -> None:
@@ -432,7 +435,7 @@ class Session:
                 if worker.ended.is_set() or late:
                     continue
                 worker.ready.clear()
-                worker.go()
+                worker.go(TURN)
                 begun_s = self.elapsed_s
                 while not (worker.ready.wait(0.05) or worker.ended.is_set()):
                     if self.elapsed_s - begun_s > MOST_S:
@@ -600,25 +603,19 @@ def main() -> None:
     listed = listed[later:] + listed[len(MODELS) : later] + listed[: len(MODELS)]
     known = [tiny(run) if options.tiny else run for run in listed]
     if options.worker:
-        work(
-            next(run for run in known if run.label == options.worker),
-            options.device,
-            options.turns,
-            options.rounds,
-        )
+        work(next(run for run in known if run.label == options.worker), options.device, options.turns)
         return
     done = {row["model"] for path in options.done for row in recorded(path) if "gpu_ms" in row}
     names = options.only.split(",")
     labels = [run.label for run in known]
-    wanted = [each for each in labels if each not in done and any(name in each for name in names)]
+    found = [each for name in names for each in labels if each not in done and name in each]
+    wanted = [*dict.fromkeys(found)]
     command = [
         __file__,
         "--device",
         options.device,
         "--turns",
         str(options.turns),
-        "--rounds",
-        str(options.rounds),
     ]
     command += ["--tiny"] if options.tiny else []
     session = Session(wanted, options, command, shown)

@@ -22,9 +22,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain as joined
 
 from tilefit.cost.lowering import ADDING, Value, is_generated, is_scattered
 from tilefit.cost.streaming import BY_FUNCTION
@@ -78,6 +77,7 @@ class Chains:
         self.normalised: dict[Value, Value] = {}
         producer: dict[int, int] = {}
         whole: dict[int, int] = {}
+        given: dict[int, int] = {}
         read: set[Value] = set()
         for index, entry in enumerate(ops):
             self.sources.append(tuple((ref, producer.get(ref.id, -1)) for ref in entry.inputs))
@@ -87,6 +87,7 @@ class Chains:
                 self.written.update(values)
             for value, ref in values.items():
                 self.refs.setdefault(value, ref)
+                given[ref.id] = max(ref.bytes, given.get(ref.id, 0))
             for ref in entry.outputs:
                 if (rest := whole.setdefault(ref.id, ref.bytes) - ref.bytes) > 0:
                     self.rest[index] = rest
@@ -95,7 +96,7 @@ class Chains:
         self.rest = {index: self.rest[index] for index, _ in read if index in self.rest}
         self.written.update(value for value in self.refs if value not in read and not self._is_dead(value))
         self.written.update((producer[number], number) for number in producer.keys() & set(returned))
-        self.apart = _used_apart(ops, self.sources)
+        self.apart = self._used_apart(given)
         needed = self.written.copy()
         for index, entry in enumerate(ops):
             if is_generated(entry):
@@ -129,6 +130,26 @@ class Chains:
                 self.of.update(dict.fromkeys(chain.members, into))
                 chain.members = []
             seen.update((key, into) for key in keys if self.refs[key[2]].elements == elements)
+
+    def _used_apart(self, sizes: Mapping[int, int]) -> set[int]:
+        """Operations of the forward pass that are not computed again in the backward pass: they use what
+        another used before, and what follows from that has met a library's kernel meanwhile (the
+        partitioner's ``ban_recompute_used_far_apart``), as the additions to a residual stream.
+
+        Args:
+            sizes: Bytes of tensors by number. Of what is given, a view fuses.
+        """
+        fuses = [is_generated(entry) and entry.op.category not in _UNFUSED for entry in self.ops]
+        # The first operation that each leads to and does not fuse with, or that another on the way does not.
+        met = [len(fuses)] * (len(fuses) + 1)
+        users: dict[Value, list[int]] = defaultdict(list)
+        for index in reversed([i for i, entry in enumerate(self.ops) if entry.phase == FORWARD]):
+            for ref, writer in self.sources[index]:
+                met[writer] = min(met[writer], met[index] if fuses[writer] and fuses[index] else index)
+                if fuses[writer] if writer >= 0 else ref.bytes < sizes[ref.id]:
+                    users[writer, ref.id].append(index)
+        firsts = ((min(met[reader] for reader in readers), readers) for readers in users.values())
+        return {reader for first, readers in firsts for reader in readers if reader > first and fuses[reader]}
 
     def _position(self, writer: int) -> int:
         """Where what an operation writes is there."""
@@ -301,27 +322,6 @@ class Chains:
         for writer, number in values:
             if self.of.get(writer) is chain and number in chain.sums:
                 yield chain.sums[number]
-
-
-def _used_apart(ops: Sequence[StepOp], sources: Sequence[Collection[tuple[TensorRef, int]]]) -> set[int]:
-    """Operations of the forward pass that are not computed again in the backward pass: they use what another
-    used before, and what follows from that has met a library's kernel meanwhile (the partitioner's
-    ``ban_recompute_used_far_apart``), as the additions to a residual stream."""
-    fuses = [is_generated(entry) and entry.op.category not in _UNFUSED for entry in ops]
-    # The first operation that each leads to and does not fuse with, or that another one on the way does not.
-    met = [len(ops)] * (len(ops) + 1)
-    users: dict[Value, list[int]] = defaultdict(list)
-    whole: dict[int, int] = {}
-    for ref, _ in joined.from_iterable(sources):
-        whole[ref.id] = max(ref.bytes, whole.get(ref.id, 0))
-    for index in range(len(ops))[::-1]:
-        for ref, writer in sources[index] if ops[index].phase == FORWARD else ():
-            met[writer] = min(met[writer], met[index] if fuses[writer] and fuses[index] else index)
-            # Of what is given, a view fuses.
-            if fuses[writer] if writer >= 0 else ref.bytes < whole[ref.id]:
-                users[writer, ref.id].append(index)
-    firsts = ((min(met[reader] for reader in readers), readers) for readers in users.values())
-    return {reader for first, readers in firsts for reader in readers if reader > first and fuses[reader]}
 
 
 def _rows(op: Streaming) -> tuple[int, bool] | None:

@@ -61,12 +61,9 @@ def _places(ops: Sequence[StepOp], kernels: Sequence[StepOp]) -> Callable[[int],
     places = {part: [index for index, each in enumerate(after, 1) if each == part] for part in set(before)}
 
     def place(index: int) -> int:
-        earlier = before[:index]
-        made = places[earlier[-1]] if earlier else []
-        if not made:
-            return 0
-        part = earlier[-1]
-        return made[-(-earlier.count(part) * len(made) // before.count(part)) - 1]
+        part = before[index - 1] if index else ""
+        made = places.get(part)
+        return made[-(-before[:index].count(part) * len(made) // before.count(part)) - 1] if made else 0
 
     return place
 

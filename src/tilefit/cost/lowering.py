@@ -126,11 +126,11 @@ def flop_of(op: Streaming) -> float:
 
 def _with_offsets(entry: StepOp, op: Streaming) -> StepOp:
     """Pooling whose indices are offsets within the window, of a byte each."""
-    sides = []
-    for refs in (entry.inputs, entry.outputs):
-        narrow = tuple(replace(ref, dtype="int8") if ref.dtype == "int64" else ref for ref in refs)
-        sides.append((narrow, sum(ref.bytes for ref in refs) - sum(ref.bytes for ref in narrow)))
-    (inputs, read), (outputs, written) = sides
+    sides = entry.inputs, entry.outputs
+    read, written = (7 * sum(ref.elements for ref in refs if ref.dtype == "int64") for refs in sides)
+    inputs, outputs = (
+        tuple(replace(ref, dtype="int8") if ref.dtype == "int64" else ref for ref in refs) for refs in sides
+    )
     op = replace(op, read_bytes=op.read_bytes - read, write_bytes=op.write_bytes - written)
     return replace(entry, op=op, inputs=inputs, outputs=outputs)
 
