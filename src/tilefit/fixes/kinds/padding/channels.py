@@ -53,6 +53,14 @@ def pad_channels(context: Context) -> Found:
     ``benchmarks/rare_fixes.py``). Grouped ones are left alone.
     """
     step, model = context.step, context.run.model
+    if context.run.options.compile and (apart := _depthwise(model)):
+        odd_ones = [index for found in channels_rule.misaligned(step).values() for index in found]
+        paths = tuple(dict.fromkeys(step.ops[index].site.module for index in odd_ones))
+        if paths:
+            yield Refusal(
+                paths, f"compiled, beside depthwise convolutions ({apart}) it was measured to lose time"
+            )
+        return
     odd: dict[int, str] = {}
     for (channels, dtype), indices in channels_rule.misaligned(step).items():
         if _promises(context, channels_rule.padded(context, channels, dtype, indices)[1]):
@@ -76,6 +84,12 @@ def pad_channels(context: Context) -> Found:
     for old in few:
         for new in few[old]:
             yield from _candidate(model, found, {old: new}, sizes, inputs | {old: new})
+
+
+def _depthwise(model: nn.Module) -> str:
+    """The first depthwise convolution of a model; empty where it has none."""
+    convolutions = ((path, each) for path, each in model.named_modules() if isinstance(each, nn.Conv2d))
+    return next((path for path, each in convolutions if each.groups == each.in_channels > 1), "")
 
 
 def _alternatives(found: Mapping[int, str]) -> Iterator[dict[int, int]]:
