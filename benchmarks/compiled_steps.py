@@ -18,7 +18,7 @@ These need no GPU: the first keeps of such rows what is read again, the second c
     PYTHONPATH=src python benchmarks/compiled_steps.py --compare RESULT.json
 
 The first wrote ``results/compiled_steps_predicted.json`` before those models were measured anywhere; the
-second says what became of it.
+second says what became of it, by the median over the turns.
 """
 
 from __future__ import annotations
@@ -485,23 +485,33 @@ def compare(measured: list[dict[str, Any]]) -> None:
     """Print how far off the predictions were that had been made before."""
     foreseen = json.loads(FORESEEN.read_text())
     off: dict[str, list[float]] = {"GPU": [], "step": [], "memory": []}
+    inside: list[bool] = []
     rows = {row["model"]: row for row in measured if "gpu_ms" in row}
     for before in foreseen["rows"]:
         if (row := rows.get(before["model"])) is None:
             continue
-        step_ms = float(np.interp(host_scale([row]), foreseen["scales"], before["step_ms"]))
+        at = [host_scale([row]), foreseen["scales"]]
+        step_ms = float(np.interp(*at, before["step_ms"]))
+        took_ms = statistics.median(row.get("sustained_turns_ms") or [row["sustained_ms"]])
+        if "interval_ms" in before:
+            low_ms, high_ms = (
+                float(np.interp(*at, ends)) for ends in zip(*before["interval_ms"], strict=True)
+            )
+            inside.append(low_ms <= took_ms <= high_ms)
         errors = (
             before["gpu_ms"] / row["gpu_ms"] - 1,
-            step_ms / row["sustained_ms"] - 1,
+            step_ms / took_ms - 1,
             before["gib"] / row["peak_gib"] - 1,
         )
         for each, error in zip(off.values(), errors, strict=True):
             each.append(abs(error))
         print(
             f"{row['model']:40} GPU {before['gpu_ms']:7.2f} of {row['gpu_ms']:7.2f} ms ({errors[0]:+.1%})  "
-            f"step {step_ms:7.2f} of {row['sustained_ms']:7.2f} ms ({errors[1]:+.1%})  "
+            f"step {step_ms:7.2f} of {took_ms:7.2f} ms ({errors[1]:+.1%})  "
             f"memory {errors[2]:+.1%}"
         )
+    if inside:
+        print(f"in the interval: {sum(inside)} of {len(inside)} steps")
     for kind, each in off.items():
         print(f"{kind}: median {statistics.median(each):.1%}, worst {max(each):.1%} of {len(each)} steps")
 
@@ -549,7 +559,6 @@ def pack(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         row["eager"] = {key: eager.get(key) for key in ("gpu_ms", "sustained_ms", "failure") if key in eager}
         row["scheduled"] = [sum(kernel[-1] for kernel in graph["kernels"]) for graph in graphs]
         row.pop("host_profile", None)
-        del row["sustained_turns_ms"]
         lines.append(row)
     inside = ",\n".join(json.dumps(line) for line in lines)
     return json.dumps({**about, "compiled": True})[:-1] + f', "rows": [\n{inside}\n]}}\n'

@@ -683,7 +683,7 @@ def test_complex_numbers_are_left_to_aten_and_copied_where_a_part_is_written() -
 
 
 def test_a_compiled_step_is_known_better_where_the_host_limits_it() -> None:
-    step = Step(tuple(stream([i], [i + 1]) for i in range(1, 100)) + (product([100, 9], [101]),))
+    step = Step((*(stream([i], [i + 1]) for i in range(1, 100)), product([100, 9], [101])))
     widths = []
     for each in (step, fuse(step)):
         found = estimate_step(each, "h200", launch_scale=100.0)
