@@ -134,10 +134,8 @@ def launch(entry: StepOp, gpu: Gpu, settings: Settings) -> Launch:
     op, phase = entry.op, entry.phase
     settings = replace(settings, compiled=settings.compiled and not entry.eager)
     kernels, host_s = launches[type(op)](op, phase, gpu, settings)
-    if host_s is not None:
-        return Launch(kernels, host_s)
-    if phase == OPTIMIZER:
-        return Launch(kernels, OPTIMIZER_S)
+    if host_s is not None or phase == OPTIMIZER:
+        return Launch(kernels, OPTIMIZER_S if host_s is None else host_s)
     if settings.compiled:
         # What PyTorch prepares before attention, the compiler makes part of its kernels.
         within = kernels if isinstance(op, Attention) else launched(entry, gpu)

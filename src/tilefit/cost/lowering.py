@@ -176,9 +176,7 @@ def _in_autocast_type(step: Step) -> Iterable[StepOp]:
     narrow_type = step.settings.amp
     if not narrow_type:
         return step.ops
-    ops: list[StepOp] = []
-    producer: dict[int, int] = {}
-    narrow: set[int] = set()
+    ops, producer, narrow = list[StepOp](), dict[int, int](), set[int]()
     #: By the operation they follow, and what they cast.
     casts: dict[int, dict[tuple[int, int], StepOp]] = {}
     fresh = 1 + max((ref.id for entry in step.ops for ref in (*entry.inputs, *entry.outputs)), default=0)
@@ -189,9 +187,8 @@ def _in_autocast_type(step: Step) -> Iterable[StepOp]:
         source = step.ops[writer] if writer >= 0 else step.ops[index]
         after = casts.setdefault(writer if writer >= 0 else index - 1, {})
         if (writer, ref.id) not in after:
-            elements = ref.elements
-            copy = Streaming("copy", elements, 4 * elements, 2 * elements, "fp32", function="_to_copy")
-            made = replace(ref, id=fresh, dtype=narrow_type)
+            made, size = replace(ref, id=fresh, dtype=narrow_type), ref.elements
+            copy = Streaming("copy", size, 4 * size, 2 * size, "fp32", function="_to_copy")
             after[writer, ref.id] = StepOp(copy, source.phase, source.site, "aten._to_copy", (ref,), (made,))
             fresh += 1
         return after[writer, ref.id].outputs[0]
