@@ -60,6 +60,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "models.py"
 FURTHER = Path(__file__).resolve().parent / "compiled_models.py"
 UNSEEN = Path(__file__).resolve().parent / "unseen_models.py"
 LATER = Path(__file__).resolve().parent / "later_models.py"
+NEWER = Path(__file__).resolve().parent / "newer_models.py"
+PADS = Path(__file__).resolve().parent / "padded_models.py"
 CALLS = Path(__file__).resolve().parent / "compiled_calls.py"
 
 #: Target, sizes, channels-last.
@@ -89,7 +91,7 @@ MODELS: list[tuple[str, dict[str, int], bool]] = [
 #: Of these, the first were measured under the compiler before the others.
 FIRST_COMPILED = 16
 #: Of those that were predicted before they were measured, the first, which set something since.
-FIRST_PREDICTED = 22
+FIRST_PREDICTED = 41
 
 #: Sizes of a transformer, as its configuration names them.
 _DECODER = {"num_hidden_layers": 8, "num_attention_heads": 16, "hidden_size": 1024, "vocab_size": 32000}
@@ -215,6 +217,30 @@ PREDICTED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
     (f"{LATER}:adapted", {}, False, {}),
     (f"{LATER}:quantised", {}, False, {}),
     (f"{LATER}:diffusion", {}, False, {}),
+    # From here on after those before had told what is kept for the backward pass.
+    (f"{NEWER}:operator", {}, False, {}),
+    (f"{NEWER}:polynomials", {}, False, {}),
+    (f"{NEWER}:table", {}, False, {}),
+    (f"{NEWER}:pose", {}, False, {}),
+    (f"{NEWER}:style", {}, False, {}),
+    (f"{NEWER}:kernels", {}, False, {}),
+    (f"{NEWER}:temporal", {}, False, {}),
+    ("torchvision:r2plus1d_18", {"batch": 8}, False, {}),
+    ("timm:convmixer_768_32", {"batch": 32}, False, {}),
+    ("timm:cait_xxs24_224", {"batch": 64}, False, {}),
+    ("hf:deit", {"batch": 64}, False, {"num_hidden_layers": 6}),
+    (
+        "hf:gpt_bigcode",
+        {"batch": 8, "seq": 512},
+        False,
+        {"n_layer": 6, "n_head": 16, "n_embd": 1024, "vocab_size": 32000},
+    ),
+]
+#: Those whose odd channels are padded, beside themselves as they are.
+PADDED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
+    (f"{PADS}:{name}{fixed}", {}, False, {})
+    for name in ("unet", "separable", "dense", "odd_cnn")
+    for fixed in ("", "_padded", *(("_last", "_padded_last") if name == "unet" else ()))
 ]
 #: Those that are to set what calls take of the host.
 SETTING: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
@@ -281,9 +307,7 @@ class Run:
 def runs(infer: bool, compiled: bool, further: bool = True) -> list[Run]:
     """What is measured, in order."""
     if not infer:
-        more = (
-            [*COMPILED, *(PREDICTED if compiled else ()), *(SETTING if compiled else ())] if further else []
-        )
+        more = [*COMPILED, *((*PREDICTED, *PADDED, *SETTING) if compiled else ())] if further else []
         return [
             *(Run(*entry, compiled=compiled) for entry in MODELS),
             *(Run(*entry, compiled=compiled, arguments=arguments) for *entry, arguments in more),
@@ -339,6 +363,7 @@ def predicted(run: Run, gpu: PricedGpu, scale: float) -> dict[str, Any]:
     return {
         "own_gpu_ms": 1e3 * own_width_s(alone, device),
         "predicted_ms": 1e3 * estimate.time_s,
+        "predicted_interval_ms": [1e3 * estimate.low_s, 1e3 * estimate.high_s],
         "predicted_gpu_ms": 1e3 * estimate.gpu_time_s,
         "predicted_host_ms": 1e3 * estimate.host_time_s,
         "predicted_gib": (step.memory.peak_bytes + converted_bytes(step, device)) / 2**30,

@@ -650,6 +650,47 @@ def test_long_chains_are_not_computed_again_from_their_beginning() -> None:
     assert backward.inputs[0].id > 1900
 
 
+def test_what_uses_a_tensor_again_behind_a_product_is_kept_for_the_backward_pass() -> None:
+    """As PyTorch's partitioner has it: an addition to a residual stream is not made again."""
+    first, norm, again = stream([1], [2]), stream([2], [3]), stream([2, 5], [6])
+    after = stream([6], [7]), stream([7], [8], phase="backward-data")
+    step = Step((first, norm, product([3, 9], [5]), again, *after))
+    assert [ref.id for ref in fuse(step).ops[-1].inputs] == [6]
+    before = Step((first, again, norm, product([3, 9], [4]), *after))
+    assert [ref.id for ref in fuse(before).ops[-1].inputs] == [1, 5]
+
+
+def test_complex_numbers_are_left_to_aten_and_copied_where_a_part_is_written() -> None:
+    wave = TensorRef(1, (64, 1024), "complex64")
+    size = wave.bytes
+    op = Streaming("pointwise", wave.elements, size, size, "complex64", function="mul")
+    part = Streaming("pointwise", wave.elements // 2, size // 2, size // 2, "complex64", function="copy")
+    names = "aten.mul", "aten.mul", "aten.copy_", "aten.mul"
+    half = replace(wave, id=2, shape=(32, 1024))
+    entries = [
+        StepOp(each, FORWARD, Site(), name, (replace(wave, id=read),), (written,))
+        for name, each, read, written in zip(
+            names,
+            (op, op, part, op),
+            (1, 1, 3, 2),
+            (replace(wave, id=2), replace(wave, id=3), half, replace(wave, id=4)),
+            strict=True,
+        )
+    ]
+    fused = fuse(Step(tuple(entries)))
+    assert [entry.name for entry in fused.ops] == [*names[:2], "aten.clone", *names[2:]]
+    assert fused.ops[2].op.moved_bytes == 2 * size
+
+
+def test_a_compiled_step_is_known_better_where_the_host_limits_it() -> None:
+    step = Step((*(stream([i], [i + 1]) for i in range(1, 100)), product([100, 9], [101])))
+    widths = []
+    for each in (step, fuse(step)):
+        found = estimate_step(each, "h200", launch_scale=100.0)
+        widths.append(found.high_s / found.time_s)
+    assert widths[1] < widths[0]
+
+
 @pytest.mark.parametrize("model", ["mobilenet_v3_large", "resnet50"])
 def test_kernels_and_traffic_are_about_what_inductor_schedules(model: str) -> None:
     """As ``benchmarks/inductor_kernels.py`` recorded it."""

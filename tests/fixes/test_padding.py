@@ -112,3 +112,14 @@ def test_what_the_compiler_is_given_is_the_same(places, monkeypatch: pytest.Monk
     expected = wide(x, places)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(wide(x, places), expected)
+
+
+def test_gradients_of_what_the_compiler_crops_stay_in_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.randn(2, 8, 4, 5, requires_grad=True).to(memory_format=torch.channels_last)
+    cropped = crop(x, 1, (5, 8))
+    assert cropped.is_contiguous(memory_format=torch.channels_last)
+    (gradient,) = torch.autograd.grad(cropped.square().sum(), x)
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(gradient[:, :5], 2 * x[:, :5])
+    assert not gradient[:, 5:].any()

@@ -21,7 +21,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tilefit.cost.lowering import ADDING, INDUCTOR, Value, is_generated, is_scattered
@@ -32,6 +33,9 @@ from tilefit.ops.dtypes import size_bytes
 _KEPT = frozenset(INDUCTOR.kept.split())
 #: Operations in a row that are computed again at most (``torch._inductor.config.realize_opcount_threshold``).
 _MOST_OPERATIONS = 30
+
+#: Roles of generated code that the partitioner of the two passes takes for what fuses with nothing.
+_UNFUSED = ("embedding", "pooling")
 
 #: What must be read to have a value, with the bytes.
 Roots = dict[Value, int]
@@ -72,6 +76,7 @@ class Chains:
         self.normalised: dict[Value, Value] = {}
         producer: dict[int, int] = {}
         whole: dict[int, int] = {}
+        given: dict[int, int] = {}
         read: set[Value] = set()
         for index, entry in enumerate(ops):
             self.sources.append(tuple((ref, producer.get(ref.id, -1)) for ref in entry.inputs))
@@ -81,6 +86,7 @@ class Chains:
                 self.written.update(values)
             for value, ref in values.items():
                 self.refs.setdefault(value, ref)
+                given[ref.id] = max(ref.bytes, given.get(ref.id, 0))
             for ref in entry.outputs:
                 if (rest := whole.setdefault(ref.id, ref.bytes) - ref.bytes) > 0:
                     self.rest[index] = rest
@@ -89,6 +95,7 @@ class Chains:
         self.rest = {index: self.rest[index] for index, _ in read if index in self.rest}
         self.written.update(value for value in self.refs if value not in read and not self._is_dead(value))
         self.written.update((producer[number], number) for number in producer.keys() & set(returned))
+        self.apart = self._used_apart(given)
         needed = self.written.copy()
         for index, entry in enumerate(ops):
             if is_generated(entry):
@@ -122,6 +129,26 @@ class Chains:
                 self.of.update(dict.fromkeys(chain.members, into))
                 chain.members = []
             seen.update((key, into) for key in keys if self.refs[key[2]].elements == elements)
+
+    def _used_apart(self, sizes: Mapping[int, int]) -> set[int]:
+        """Operations of the forward pass that are not computed again in the backward pass: they use what
+        another used before, and what follows from that has met a library's kernel meanwhile (the
+        partitioner's ``ban_recompute_used_far_apart``), as the additions to a residual stream.
+
+        Args:
+            sizes: Bytes of tensors by number. Of what is given, a view fuses.
+        """
+        fuses = [is_generated(entry) and entry.op.category not in _UNFUSED for entry in self.ops]
+        # The first operation that each leads to and does not fuse with, or that another on the way does not.
+        met = [len(fuses)] * (len(fuses) + 1)
+        users: dict[Value, list[int]] = defaultdict(list)
+        for index in reversed([i for i, entry in enumerate(self.ops) if entry.phase == FORWARD]):
+            for ref, writer in self.sources[index]:
+                met[writer] = min(met[writer], met[index] if fuses[writer] and fuses[index] else index)
+                if fuses[writer] if writer >= 0 else ref.bytes < sizes[ref.id]:
+                    users[writer, ref.id].append(index)
+        firsts = ((min(met[reader] for reader in readers), readers) for readers in users.values())
+        return {reader for first, readers in firsts for reader in readers if reader > first and fuses[reader]}
 
     def _position(self, writer: int) -> int:
         """Where what an operation writes is there."""
@@ -178,7 +205,9 @@ class Chains:
                 value = self.normalised.get(value, value)
             # A broadcast view is larger than what is read of it.
             size = min(ref.bytes, op.read_bytes)
-            needs[value] = {value: size} if op.role == "pooling" else self.roots(value, size)
+            needs[value] = (
+                {value: size} if op.role == "pooling" else self.roots(value, size, entry.phase == FORWARD)
+            )
         chain = self.of[index] = self._join(index, entry, needs)
         chain.members.append(index)
         if chain.escape < 0:
@@ -222,10 +251,12 @@ class Chains:
         self,
         value: Value,
         size: int,
+        forward: bool = False,
         most: int = _MOST_OPERATIONS,
         known: dict[Value, Roots] | None = None,
     ) -> Roots:
-        """What must be read to have a value, with the bytes: itself, or what it is computed from again."""
+        """What must be read to have a value in one of the two passes, with the bytes: itself, or what it is
+        computed from again."""
         known = {} if known is None else known
         if value in known:
             return known[value]
@@ -236,7 +267,8 @@ class Chains:
         op = self.streaming(writer)
         dropped = op.function == "native_dropout"
         outputs = self.ops[writer].outputs
-        if writer in self.rest or _is_kept(op) or (dropped and value[1] != outputs[0].id):
+        apart = not forward and writer in self.apart
+        if apart or writer in self.rest or _is_kept(op) or (dropped and value[1] != outputs[0].id):
             return known[value]
         roots: Roots = {}
         for ref, source in self.sources[writer]:
@@ -245,7 +277,7 @@ class Chains:
                 roots = {self.normalised[read]: op.elements * size_bytes("fp32")}
                 break
             least = min(ref.bytes, op.read_bytes)
-            for root, root_size in self.roots(read, least, most - 1, known).items():
+            for root, root_size in self.roots(read, least, forward, most - 1, known).items():
                 roots[root] = max(root_size, roots.get(root, 0))
         if dropped:
             roots[writer, outputs[-1].id] = outputs[-1].bytes

@@ -61,12 +61,9 @@ def _places(ops: Sequence[StepOp], kernels: Sequence[StepOp]) -> Callable[[int],
     places = {part: [index for index, each in enumerate(after, 1) if each == part] for part in set(before)}
 
     def place(index: int) -> int:
-        earlier = before[:index]
-        made = places[earlier[-1]] if earlier else []
-        if not made:
-            return 0
-        part = earlier[-1]
-        return made[-(-earlier.count(part) * len(made) // before.count(part)) - 1]
+        part = before[index - 1] if index else ""
+        made = places.get(part)
+        return made[-(-before[:index].count(part) * len(made) // before.count(part)) - 1] if made else 0
 
     return place
 
@@ -77,6 +74,10 @@ def _kernels(chains: Chains) -> Iterator[StepOp]:
     for index, entry in enumerate(chains.ops):
         chain = chains.of.get(index)
         if chain is None:
+            if rest := 0 if entry.eager else chains.rest.get(index, 0):  # of what libraries write to in part
+                size, dtype = rest + entry.outputs[0].bytes, entry.outputs[0].dtype
+                whole = Streaming("copy", size // size_bytes(dtype), size, size, dtype, function="clone")
+                yield replace(entry, op=whole, name="aten.clone", inputs=(), outputs=())
             yield from padded(entry, chains.sources[index], copies)
         elif index == chain.position and chain.members:
             yield _kernel(chains, chain)

@@ -84,7 +84,8 @@ def _is_left(op: Op) -> bool:
         return False
     function = op.function.removesuffix("_")
     # Atomic additions of bf16 were slow when it began to (torch._inductor.decomposition.index_add).
-    return op.function in _LEFT_TO_ATEN or (function == "index_add" and op.dtype == "bf16")
+    is_slow = (function == "index_add" and op.dtype == "bf16") or op.dtype.startswith("complex")
+    return op.function in _LEFT_TO_ATEN or is_slow
 
 
 def is_scattered(op: Streaming) -> bool:
@@ -102,11 +103,11 @@ def flop_of(op: Streaming) -> float:
 
 def _with_offsets(entry: StepOp, op: Streaming) -> StepOp:
     """Pooling whose indices are offsets within the window, of a byte each."""
-    sides = []
-    for refs in (entry.inputs, entry.outputs):
-        narrow = tuple(replace(ref, dtype="int8") if ref.dtype == "int64" else ref for ref in refs)
-        sides.append((narrow, sum(ref.bytes for ref in refs) - sum(ref.bytes for ref in narrow)))
-    (inputs, read), (outputs, written) = sides
+    sides = entry.inputs, entry.outputs
+    read, written = (7 * sum(ref.elements for ref in refs if ref.dtype == "int64") for refs in sides)
+    inputs, outputs = (
+        tuple(replace(ref, dtype="int8") if ref.dtype == "int64" else ref for ref in refs) for refs in sides
+    )
     op = replace(op, read_bytes=op.read_bytes - read, write_bytes=op.write_bytes - written)
     return replace(entry, op=op, inputs=inputs, outputs=outputs)
 
@@ -153,9 +154,7 @@ def _in_autocast_type(step: Step) -> Iterable[StepOp]:
     narrow_type = step.settings.amp
     if not narrow_type:
         return step.ops
-    ops: list[StepOp] = []
-    producer: dict[int, int] = {}
-    narrow: set[int] = set()
+    ops, producer, narrow = list[StepOp](), dict[int, int](), set[int]()
     #: By the operation they follow, and what they cast.
     casts: dict[int, dict[tuple[int, int], StepOp]] = {}
     fresh = 1 + max((ref.id for entry in step.ops for ref in (*entry.inputs, *entry.outputs)), default=0)
@@ -166,9 +165,8 @@ def _in_autocast_type(step: Step) -> Iterable[StepOp]:
         source = step.ops[writer] if writer >= 0 else step.ops[index]
         after = casts.setdefault(writer if writer >= 0 else index - 1, {})
         if (writer, ref.id) not in after:
-            elements = ref.elements
-            copy = Streaming("copy", elements, 4 * elements, 2 * elements, "fp32", function="_to_copy")
-            made = replace(ref, id=fresh, dtype=narrow_type)
+            made, size = replace(ref, id=fresh, dtype=narrow_type), ref.elements
+            copy = Streaming("copy", size, 4 * size, 2 * size, "fp32", function="_to_copy")
             after[writer, ref.id] = StepOp(copy, source.phase, source.site, "aten._to_copy", (ref,), (made,))
             fresh += 1
         return after[writer, ref.id].outputs[0]

@@ -61,7 +61,9 @@ def widen(
 
 def crop(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
     """The elements that a padded dimension holds, in memory of their own."""
-    if tensor.numel() > SMALL and tensor.requires_grad and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the gradient of a slice would be contiguous, whatever the image is
+        return _widened(tensor, {axis: (channels[1], channels[0])})
+    if tensor.numel() > SMALL and tensor.requires_grad:
         return _Crop.apply(tensor, axis, channels)  # type: ignore[no-any-return, no-untyped-call]
     return _cropped(tensor, axis, channels)
 
