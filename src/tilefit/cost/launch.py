@@ -33,9 +33,6 @@ KNOWN_HOST, UNKNOWN_HOST = 1.3, 1.6
 #: A whole program's by so much more: what it does beside its operations is seen in part. Set to ten programs
 #: on one host (``benchmarks/fit_host_parts.py --programs``).
 PROGRAM_HOST = 1.15
-#: A compiled step's by less, which has less Python: of 78 such steps on two H100s and an H200 79 % are then
-#: inside, of those that the host limits 84 (86 and 92 without).
-COMPILED_HOST = 0.96
 #: One operation of the forward pass or of the backward pass, with the views that go with it; and of a forward
 #: pass alone: 22.3 us where the reference step takes 9.6 ms.
 FORWARD_S = 22e-6

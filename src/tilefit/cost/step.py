@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from tilefit.cost.estimate import BOUNDS, EXPOSED, LATENCY, LAUNCH, WAITS, Estimate, StepEstimate, Streams
 from tilefit.cost.launch import (
-    COMPILED_HOST,
     DTENSOR_S,
     GRAPHED_S,
     IDLE_S,
@@ -84,7 +83,6 @@ def estimate_step(
     # What the host and the GPU may take at most and at least is priced like what they take.
     share = hypot(*widths.values(), device.common_spread * found.gpu_s) / (found.gpu_s or 1.0)
     spread = device.launch_spread * (PROGRAM_HOST if step.program and step.program.was_run else 1.0)
-    spread *= COMPILED_HOST if step.settings.compiled else 1.0
     less_s = found.time_s - timed(scale / spread, max(0.0, 1.0 - share)).time_s
     more_s = timed(scale * spread, 1.0 + share).time_s - found.time_s
     return StepEstimate(
