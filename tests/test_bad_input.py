@@ -20,7 +20,7 @@ from torch import nn
 import tilefit
 from tilefit.capture.child import capture_target
 from tilefit.capture.inputs import parse_inputs
-from tilefit.cli import config, main
+from tilefit.cli import config, main, output
 from tilefit.cost.calibration import read
 from tilefit.errors import TilefitError, UsageError
 from tilefit.options import TargetOptions
@@ -160,7 +160,10 @@ def said(arguments: tuple[str, ...]) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("arguments", LINES, ids=" ".join)
 @pytest.mark.timeout(20)
-def test_a_wrong_command_line_is_one_message(folder: Path, arguments: tuple[str, ...]) -> None:
+def test_a_wrong_command_line_is_one_message(
+    folder: Path, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_PATIENCE_S", 60.0)  # a slow machine is told what goes on until then
     code, out, error = said(arguments)
     assert code == 2, out or error
     assert out == ""

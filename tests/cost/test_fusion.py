@@ -682,15 +682,6 @@ def test_complex_numbers_are_left_to_aten_and_copied_where_a_part_is_written() -
     assert fused.ops[2].op.moved_bytes == 2 * size
 
 
-def test_a_compiled_step_is_known_better_where_the_host_limits_it() -> None:
-    step = Step((*(stream([i], [i + 1]) for i in range(1, 100)), product([100, 9], [101])))
-    widths = []
-    for each in (step, fuse(step)):
-        found = estimate_step(each, "h200", launch_scale=100.0)
-        widths.append(found.high_s / found.time_s)
-    assert widths[1] < widths[0]
-
-
 @pytest.mark.parametrize("model", ["mobilenet_v3_large", "resnet50"])
 def test_kernels_and_traffic_are_about_what_inductor_schedules(model: str) -> None:
     """As ``benchmarks/inductor_kernels.py`` recorded it."""

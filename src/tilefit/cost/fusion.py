@@ -61,6 +61,7 @@ def _places(ops: Sequence[StepOp], kernels: Sequence[StepOp]) -> Callable[[int],
     places = {part: [index for index, each in enumerate(after, 1) if each == part] for part in set(before)}
 
     def place(index: int) -> int:
+        index = min(index, len(before))
         part = before[index - 1] if index else ""
         made = places.get(part)
         return made[-(-before[:index].count(part) * len(made) // before.count(part)) - 1] if made else 0

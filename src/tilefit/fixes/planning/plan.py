@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -153,12 +153,6 @@ class Plan:
         self.edits.undo()
         self.fixes = ()
         self.after_s, self.after_bytes = self.before_s, self.before_bytes
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a plan knows how to take its changes back from one model, and cannot be copied or pickled: take "
-            "plan.model, which stays changed, or plan.to_dict()"
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
