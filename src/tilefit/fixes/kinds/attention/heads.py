@@ -169,8 +169,8 @@ def fit_heads(context: Context) -> Found:
 
     Self-attention, and cross-attention to one memory, are served with masks and dropout. As PyTorch computes
     it stays a call that asks for weights, that has keys other than values, or of a single sample; in
-    evaluation without gradients and autocast, PyTorch's own fused path. Dropout of weights draws other random
-    numbers.
+    evaluation without gradients and autocast, PyTorch's own fused path. Dropout of weights, and of what is
+    returned, draws other random numbers: the latter lies otherwise in memory, in whose order they are drawn.
 
     Refused: subclasses, weights of several sizes (``kdim``), ``add_bias_kv``, ``add_zero_attn``.
     """
@@ -187,6 +187,6 @@ def fit_heads(context: Context) -> Found:
     for (width, heads), paths in alike.items():
         size, wide = _wide(width // heads)
         words = f"Compute the attention in {{}} on {heads} heads of {wide} for {size}."
-        # A fused kernel draws its own random numbers for dropout.
+        # Dropout draws in the order in which its input lies in memory.
         more: dict[str, Any] = {"host_s": HOST_S * len(paths), "same_random_numbers": False}
         yield ChangeSet.giving(paths, FittedHeads(), words, **more)
