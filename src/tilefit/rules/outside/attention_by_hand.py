@@ -113,11 +113,8 @@ def attention_chains(flow: Flow) -> Iterator[AttentionChain]:
     averages = _unread_averages(flow)
     for index, entry in enumerate(flow.step.ops):
         is_softmax = entry.op.category == "softmax" and entry.phase == FORWARD
-        if (
-            is_softmax
-            and entry.site.fallback is None
-            and (chain := _chain(flow, index, averages)) is not None
-        ):
+        chain = _chain(flow, index, averages) if is_softmax and entry.site.fallback is None else None
+        if chain is not None:
             yield chain
 
 
