@@ -187,7 +187,9 @@ def restored(module: nn.Module) -> Iterator[Callable[[], bool]]:
     """After the block the attributes, parameters and buffers of a module and its parts are what they were;
     in it one can ask whether they still are."""
     kept = [(part, Assumed.of(part), dict(vars(part))) for part in module.modules()]
-    own = [(held, dict(held)) for part, *_ in kept for held in (part._parameters, part._buffers)]
+    own: list[tuple[Any, Any]] = [
+        (held, dict(held)) for part, *_ in kept for held in (part._parameters, part._buffers)
+    ]
 
     def is_kept() -> bool:
         same = all(held.get(name) is value for held, values in own for name, value in values.items())
