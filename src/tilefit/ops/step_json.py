@@ -54,6 +54,7 @@ def dump(step: Mapping[str, Any]) -> str:
         "parameters": {name: astuple(parameter) for name, parameter in step["parameters"].items()},
         "ranks": [each.to_json() for each in step["ranks"]],
         "prompt": step["prompt"] and step["prompt"].to_json(),
+        "program": step["program"] or None,
     }
     return json.dumps(
         {
@@ -99,7 +100,8 @@ def load(kind: Callable[..., _Step], text: str) -> _Step:
             for op, phase, site, name, inputs, outputs, *how in data["rows"]
         )
         types = _types(kind)
-        others = {name: _read(types[name], value) for name, value in data.items() if name in types}
+        told = ((name, value) for name, value in data.items() if name in types and value is not None)
+        others = {name: _read(types[name], value) for name, value in told}
         return kind(ops=ops, **others)
     except (KeyError, TypeError, ValueError) as error:
         raise TilefitError(f"not a captured step: {error!r}") from error

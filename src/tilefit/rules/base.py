@@ -48,7 +48,7 @@ def changed(step: Step, change: Change) -> Step:
     for index, op in enumerate(step.ops):
         ops.extend(change.replace.get(index, (op,)))
         before.append(len(ops))
-    program = step.program and step.program.moved(lambda index: before[min(index, len(step.ops))])
+    program = step.program.moved(lambda index: before[min(index, len(step.ops))])
     return replace(step, ops=tuple(ops), program=program)
 
 

@@ -22,7 +22,7 @@ def gradient_sums(step: Step) -> list[int]:
     batch's."""
     return [
         index
-        for index, each in enumerate(step.program.exchanges if step.program else ())
+        for index, each in enumerate(step.program.exchanges)
         if each.function == ALL_REDUCE and not each.grows and each.dtype in _FLOATING
         if each.name == ALL_REDUCE and each.bytes >= _LEAST_BYTES
     ]

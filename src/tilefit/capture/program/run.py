@@ -310,7 +310,6 @@ class _Capture:
         name = self.options.program
         command = " ".join([name, *self.options.command])
         step = self.window.step(name, command, self.finder.stepped, self.finder.taken)
-        assert step.program is not None
         with _disable_current_modes():
             loaders = self.around.loaders.of_step()
         program = replace(
