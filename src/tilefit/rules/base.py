@@ -119,6 +119,10 @@ class Context:
         """GPU time of what takes the place of some operations, in seconds."""
         return sum(estimate(entry.op, self.gpu).time_s for entries in replaced.values() for entry in entries)
 
+    def saving(self, replaced: Replaced) -> str:
+        """``12.4 ms -> 1.75 ms``: the time of some operations, and of what takes their place."""
+        return f"{seconds(self.time_s(replaced))} -> {seconds(self.replaced_s(replaced))}"
+
     def faster(self, index: int, op: Op, *, kernels: bool = False) -> str:
         """``12.4 ms -> 1.75 ms``: the time of an operation, and of what takes its place; with the families of
         both ``kernels``, if wanted."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from math import inf
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
+from tilefit.ops.dtypes import FLOATS
 from tilefit.rules.layers import Linear, linears
-
-FLOATS = ("fp64", "fp32", "fp16", "bf16")
 
 
 class Flow:
