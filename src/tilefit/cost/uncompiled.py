@@ -25,10 +25,10 @@ from tilefit.ops.program import WAIT, Program
 _LEFT_SHARE = 0.5
 
 
-def marked(ops: Sequence[StepOp], program: Program | None) -> list[StepOp]:
+def marked(ops: Sequence[StepOp], program: Program) -> list[StepOp]:
     """The operations, those that are left to Python as such; none where nothing of the model is compiled."""
     owners = {entry.site.module.rpartition(".")[0] for entry in ops if entry.op.kind == "recurrent"}
-    reading = _reading_in_loops(program) if program else set()
+    reading = _reading_in_loops(program)
     others = {*map(id, beside(ops))}
     inside, loops = _within(owners | reading), _within(reading)
     made = [

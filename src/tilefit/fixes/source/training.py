@@ -24,7 +24,7 @@ from tilefit.fixes.source.settings import (
     write_tf32,
 )
 from tilefit.fixes.source.syntax import Syntax
-from tilefit.ops import Program, Step
+from tilefit.ops import Step
 from tilefit.ops.program import TO_GPU, TO_HOST
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
@@ -39,7 +39,7 @@ _NUMBER_BYTES = 8
 
 def files_of(step: Step, main: Path) -> Files:
     """The files of the program that a step was seen in."""
-    program = _program(step)
+    program = step.program
     sources = chain(
         (entry.site.source for entry in step.ops),
         (event.site.source for event in program.events),
@@ -67,7 +67,7 @@ def _optimizers(context: Context, files: Files, *, beside: bool = False) -> list
         RefusedError: one is not found in the user's files.
     """
     found = []
-    for source in _program(context.step).optimizers:
+    for source in context.step.program.optimizers:
         syntax, line = _at(source, files)
         calls = [
             call
@@ -98,7 +98,7 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
     parameters there, and behind those that make the models that no optimizer steps."""
     places = [*beside_optimizers(context, files, behind)]
     note = ""
-    calls = _program(context.step).models or ("",)  # which is refused
+    calls = context.step.program.models or ("",)  # which is refused
     for call in calls[bool(places) :]:
         try:
             places.append(where_made(call, files))
@@ -248,7 +248,7 @@ def _asked(syntax: Syntax, call: cst.Call) -> str:
 
 
 def _autocast(finding: Finding, context: Context, files: Files) -> Change:
-    return autocast_around(context, files, *_call(next(iter(_program(context.step).models), ""), files))
+    return autocast_around(context, files, *_call(next(iter(context.step.program.models), ""), files))
 
 
 # ---- the loop ----------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def _turned(function: str, argument: str, old: str, note: str) -> Write:
 
 def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Change:
     """``total += loss.item()``: ``total += loss.detach()``."""
-    events = _program(context.step).events
+    events = context.step.program.events
     edits = [
         (syntax, syntax.replaced(call.func.attr, "detach"))
         for source in dict.fromkeys(e.site.source for e in events if e.name in ("item", "float"))
@@ -300,7 +300,7 @@ def _between(syntax: Syntax, node: cst.CSTNode, outer: cst.CSTNode) -> Iterator[
 
 def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Change:
     """``DataLoader(…)``: with ``pin_memory=True``; ``x.to(device)``: with ``non_blocking=True``."""
-    program = _program(context.step)
+    program = context.step.program
     edits: list[tuple[Syntax, Edit]] = []
     level = SAFE
     read = {event.site.source for event in program.events if event.kind == TO_HOST}
@@ -485,11 +485,6 @@ def _listed(tensor: ast.AST, lists: Mapping[str, str]) -> str:
 
 
 # ---- places ------------------------------------------------------------------------------------
-
-
-def _program(step: Step) -> Program:
-    assert step.program is not None
-    return step.program
 
 
 def _at(source: str, files: Files) -> tuple[Syntax, int]:

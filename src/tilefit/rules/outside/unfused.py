@@ -73,8 +73,8 @@ class Unfused(Rule):
 
     def check(self, context: Context) -> Proposals:
         step, gpu, before = context.step, context.gpu, context.estimate
-        habits = step.program.habits if step.program else ()
-        if step.settings.compiled or any(each.name == "differentiates_backward" for each in habits):
+        habits = {each.name for each in step.program.habits}
+        if step.settings.compiled or "differentiates_backward" in habits:
             return
         fused = fuse(step)
         if _count(fused) == _count(step):
@@ -131,11 +131,10 @@ def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> str:
     return f" The host still limits the compiled step: {graphs}."
 
 
-def _advice(program: Program | None) -> str:
+def _advice(program: Program) -> str:
     """What to write: past a compiled model its methods call its parts as they are."""
-    habits = program.habits if program else ()
-    name = next((each.detail for each in habits if each.name == "called_by_a_method"), "")
-    if not name and program and (program.models[1:] or program.optimizers[1:]):
+    name = next((each.detail for each in program.habits if each.name == "called_by_a_method"), "")
+    if not name and (program.models[1:] or program.optimizers[1:]):
         return "Compile each of the step's models: model = torch.compile(model)."
     if not name:
         return "Compile the model: model = torch.compile(model)."
