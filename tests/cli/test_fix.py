@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from report import browser
 from tilefit.capture.child import capture_target
 from tilefit.errors import TilefitError
 from tilefit.fixes.source import patches
@@ -231,6 +232,11 @@ def test_a_page_shows_the_fixes_and_the_patch(tilefit, script: Path, tmp_path: P
     assert '<td class="text">pad-linear</td>' in page or "<td>pad-linear</td>" in page
     assert "+    return Net(4096), torch.empty(16384, 2048)\n" in page
     assert "tilefit.optimize(model, inputs" in page
+    if executable := browser.find():  # on a telephone nothing of the table lies beside the screen
+        with browser.running(executable, tmp_path / "profile") as chromium:
+            chromium.open(tmp_path / "fix.html", width=390)
+            hidden = "[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)"
+            assert chromium.evaluate(hidden) == [0, 0]
 
 
 def test_the_text_goes_to_a_file(tilefit, script: Path, tmp_path: Path) -> None:

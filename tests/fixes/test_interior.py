@@ -511,11 +511,17 @@ def _ask_a_buffer(model: Between, x: torch.Tensor) -> torch.Tensor:
     return x.relu() if model.flag > 0 else x.softmax(-1)
 
 
+def _count(model: Between, x: torch.Tensor) -> torch.Tensor:
+    model.flag += 1
+    return x.relu()
+
+
 @pytest.mark.parametrize(
     "between",
     [
         _keep,
         _store,
+        _count,
         _ask_for_gradients,
         _ask_the_environment,
         _ask_a_random_number,
@@ -533,6 +539,7 @@ def test_what_is_handed_on_is_not_padded(between: Callable[[Between, torch.Tenso
     assert chains(model, ("first", "second"), 13) == {}
     assert model.kept is None
     assert model.store == {}
+    assert model.flag.tolist() == 1
     assert chains(Between(lambda model, x: torch.exp(x) + 1), ("first", "second"), 13)
 
 

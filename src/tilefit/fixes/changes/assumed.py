@@ -184,12 +184,23 @@ class Assumed:
 
 @contextmanager
 def restored(module: nn.Module) -> Iterator[Callable[[], bool]]:
-    """After the block the attributes of a module and its parts are what they were; in it one can ask whether
-    they still are."""
+    """After the block the attributes, parameters and buffers of a module and its parts are what they were;
+    in it one can ask whether they still are."""
     kept = [(part, Assumed.of(part), dict(vars(part))) for part in module.modules()]
+    own: list[tuple[Any, Any]] = [
+        (held, dict(held)) for part, *_ in kept for held in (part._parameters, part._buffers)
+    ]
+
+    def is_kept() -> bool:
+        same = all(held.get(name) is value for held, values in own for name, value in values.items())
+        return same and all(assumed.holds(part) for part, assumed, _ in kept)
+
     try:
-        yield lambda: all(assumed.holds(part) for part, assumed, _ in kept)
+        yield is_kept
     finally:
+        for held, values in own:
+            held.clear()
+            held.update(values)
         for part, assumed, attributes in kept:
             vars(part).clear()
             vars(part).update(attributes)

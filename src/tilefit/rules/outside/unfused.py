@@ -15,7 +15,7 @@ from tilefit.rules.outside.graphs import is_replayable, replayed
 from tilefit.units import seconds, share, size
 
 _WORST = 3
-#: Fusion, and the compiler's other work, are worth a word from this share of the step on.
+#: Fusion, the compiler's other work, and graphs are worth a word from this share of the step on.
 _LEAST_SHARE = 0.005
 #: What else the compiler does, by the kind of operation that gains by it.
 _OTHER_WORK: dict[type[Op], str] = {
@@ -123,10 +123,10 @@ class Unfused(Rule):
 
 
 def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> str:
-    """What CUDA graphs save beyond, as NTC006 says of the compiled step; empty where the GPU limits it."""
-    if not is_replayable(fused, after):
+    """What CUDA graphs save beyond, as NTC006 says of the compiled step; empty where that is nothing."""
+    more_s = after.time_s - replayed(fused, gpu).time_s if is_replayable(fused, after) else 0.0
+    if more_s < _LEAST_SHARE * after.time_s:
         return ""
-    more_s = after.time_s - replayed(fused, gpu).time_s
     graphs = f'mode="reduce-overhead" (CUDA graphs) saves {seconds(more_s)} more'
     return f" The host still limits the compiled step: {graphs}."
 

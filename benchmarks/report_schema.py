@@ -1,6 +1,6 @@
 """The JSON Schema of a report, made from the dataclasses that it describes.
 
-    $ python -m tilefit.report.json_schema > src/tilefit/report/report.schema.json
+    $ python benchmarks/report_schema.py > src/tilefit/report/report.schema.json
 
 writes the published file again after a field was added.
 """
