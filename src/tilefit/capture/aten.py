@@ -365,15 +365,13 @@ def _stream(
         strided = role in ("copy", "pointwise") and transposes(read, written)
     if not fields.get("inner") and role in ("copy", "pointwise") and written:
         fields["inner"] = common_run(read, written[0])
-    op = Streaming(
-        role=role,
-        elements=largest.numel() if largest is not None else 0,
-        read_bytes=sum(map(touched_bytes, read)),
-        write_bytes=sum(map(touched_bytes, written)),
-        dtype=DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
-        strided=strided,
-    )
-    return replace(op, **fields), phase, reads, written
+    seen = {
+        "elements": largest.numel() if largest is not None else 0,
+        "read_bytes": sum(map(touched_bytes, read)),
+        "write_bytes": sum(map(touched_bytes, written)),
+        "dtype": DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
+    }
+    return Streaming(role, strided=strided, **{**seen, **fields}), phase, reads, written
 
 
 def _streamed(call: Call, recorder: Recording, role: str, phase: str = "", **fields: Any) -> list[Described]:
