@@ -351,14 +351,13 @@ def streaming_of(
 ) -> Streaming:
     """The operation that streams these tensors; ``fields`` of it say what is otherwise about it."""
     largest = max((*read, *written), key=lambda t: t.numel(), default=None)
-    op = Streaming(
-        role=role,
-        elements=largest.numel() if largest is not None else 0,
-        read_bytes=sum(map(touched_bytes, read)),
-        write_bytes=sum(map(touched_bytes, written)),
-        dtype=DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
-    )
-    return replace(op, **fields)
+    seen = {
+        "elements": largest.numel() if largest is not None else 0,
+        "read_bytes": sum(map(touched_bytes, read)),
+        "write_bytes": sum(map(touched_bytes, written)),
+        "dtype": DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
+    }
+    return Streaming(role, **{**seen, **fields})
 
 
 def _stream(

@@ -168,7 +168,7 @@ def beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[
         statement = syntax.around(call, cst.SimpleStatementLine)
         given = [*_given(syntax, call)]
         calls = (each for node in given for each in syntax.all(cst.Call, node))
-        models = {name: None for each in calls if (name := _asked(syntax, each))}
+        models = {_whole(name, context, files): None for each in calls if (name := _asked(syntax, each))}
         loops = (loop for node in given for loop in syntax.all(cst.CompFor, node))
         each_of_many = [name.value for loop in loops for name in syntax.all(cst.Name, loop.target)]
         if statement is None or not models or models.keys() & set(each_of_many):
@@ -177,6 +177,19 @@ def beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[
             )
         # Behind a return nothing runs.
         yield Place(syntax, statement, [*models], behind and not any(syntax.all(cst.Return, statement)))
+
+
+def _whole(name: str, context: Context, files: Files) -> str:
+    """Of a part, ``net.conv``, of a model that is called the model, ``net``; of a replica what it wraps."""
+    for source in filter(None, _program(context.step).models):
+        try:
+            syntax, call = _call(source, files)
+        except RefusedError:
+            continue
+        called = syntax.code(call.func)
+        if (part := name.removeprefix(f"{called}.")) != name:
+            return f"{called}.module" if part.partition(".")[0] == "module" else called
+    return name
 
 
 def _given(syntax: Syntax, call: cst.Call) -> Iterator[cst.CSTNode]:
@@ -494,7 +507,8 @@ def _at(source: str, files: Files) -> tuple[Syntax, int]:
         RefusedError: it is not the user's to change.
     """
     name, _, line = source.rpartition(":")
-    refuse(not name or not Path(name).is_file(), f"{source or 'what makes it'} is no file of yours")
+    refuse(not name, "which line makes it so is not known")
+    refuse(not Path(name).is_file(), f"{source} is no file of yours")
     syntax = files.syntax(name)
     files.require_own(syntax)
     return syntax, int(line)
