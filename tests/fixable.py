@@ -242,8 +242,7 @@ IMAGES = on_meta(4096, 8, 16, 16)
 ROWS = on_meta(8, 16)
 
 KINDS = {
-    "pad-linear": Kind("pad-linear", lambda: nn.Sequential(nn.Linear(16, 13)), ROWS, (8, 16)),
-    "pad-linear, chained": Kind("pad-linear", lambda: linear(16, 13, 8), ROWS, (8, 16)),
+    "pad-linear": Kind("pad-linear", lambda: linear(16, 13, 8), ROWS, (8, 16)),
     "pad-vocabulary": Kind(
         "pad-vocabulary", Scorer, torch.zeros(4, 8, dtype=torch.long), (4, 8), tokens=True
     ),

@@ -23,10 +23,9 @@ class Edits:
     def behave(self, module: nn.Module, behaviour: Behaviour) -> None:
         """Give a module a behaviour."""
         changed = Changed.of(module)
-        behaviour, old = behaviour.beside(module)
-        if old is not None:
-            new = tuple(behaviour if each is old else each for each in changed.behaviours)
-            self.set(changed, "behaviours", new)
+        first, *others = changed.behaviours or (None,)
+        if behaviour.is_innermost and first is not None and first.is_innermost:
+            self.set(changed, "behaviours", (behaviour, *others))
             return
         changed.add(behaviour)
         self.undone_by(partial(changed.remove, behaviour))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.changes.behaviour import behaves
 from tilefit.fixes.changes.fix import Context, Found, Refusal, RefusedError, fix
 from tilefit.fixes.changes.modules import submodule
-from tilefit.fixes.kinds.padding.layers import Fitted, in_channels_last
+from tilefit.fixes.kinds.padding.layers import InChannelsLast, in_channels_last
 from tilefit.fixes.kinds.padding.tensors import REGION_S
 from tilefit.rules.layout.channels_last import channels_last
 
@@ -35,7 +35,7 @@ def run_channels_last(context: Context) -> Found:
         except RefusedError as refused:
             yield Refusal((path,), refused.what)
         else:
-            if not any(isinstance(each, Fitted) and each.nhwc for each in behaviours(module)):
+            if not behaves(module, InChannelsLast):
                 found[path] = None
     if found:
         yield in_channels_last(tuple(found), REGION_S * len(found))
