@@ -29,7 +29,6 @@ from fixable import (
     Heads,
     Padded,
     Projections,
-    Rows,
     WrittenGelu,
     WrittenNorm,
     convolutions,
@@ -258,31 +257,6 @@ def wrong_channels_between(m: Any) -> Any:
     m.eval()
     calls = (lambda part=part, n=n: m[part](torch.ones(2, n, 5, 5)) for part in (1, 3) for n in (6, 8, 16))
     return tried(*calls)
-
-
-class KeepingRows(Rows):
-    """Keeps what it made."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = super().forward(x)
-        return self.kept + 1
-
-
-@case(KeepingRows, on_meta(61, 16), "pad-rows", refusable=True)
-def rows_kept_in_an_attribute(m: Any) -> Any:
-    return m(torch.ones(5, 16)), m.kept
-
-
-@case(lambda: nn.Sequential(Rows(), nn.Linear(16, 16)), on_meta(61, 16), "pad-rows")
-def rows_seen_by_hooks(m: Any) -> Any:
-    seen: list[Any] = []
-    m[1].register_forward_hook(lambda _, given, y: seen.append((given, y)))
-    return m(torch.ones(5, 16)), seen
-
-
-@case(lambda: Rows(centers=True), on_meta(61, 16), "pad-rows", refusable=True)
-def results_without_a_batch(m: Any) -> Any:
-    return [m(torch.ones(rows, 16)) for rows in (61, 60, 64, 1)]
 
 
 class Resized(nn.Module):

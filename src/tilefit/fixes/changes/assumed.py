@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -173,27 +172,6 @@ class Assumed:
             return bool(self.get(attributes) == self.values) and _hold_the_same(self.holding)
         except (KeyError, RuntimeError, ValueError):  # no such name; tensors compare to many values
             return False
-
-    def restore(self) -> None:
-        """Put back what the values held."""
-        for value, copy in self.holding:
-            held = contents(value)
-            held.clear()
-            (held.extend if isinstance(held, list) else held.update)(copy)
-
-
-@contextmanager
-def restored(module: nn.Module) -> Iterator[Callable[[], bool]]:
-    """After the block the attributes of a module and its parts are what they were; in it one can ask whether
-    they still are."""
-    kept = [(part, Assumed.of(part), dict(vars(part))) for part in module.modules()]
-    try:
-        yield lambda: all(assumed.holds(part) for part, assumed, _ in kept)
-    finally:
-        for part, assumed, attributes in kept:
-            vars(part).clear()
-            vars(part).update(attributes)
-            assumed.restore()
 
 
 def _hold_the_same(holding: tuple[tuple[Any, Any], ...]) -> bool:
