@@ -7,8 +7,9 @@
 Each model has a plan of one fix alone, and its step is timed without and with it, in turn. The recorded rows,
 of the commit that added this script, have more: cases of the fixes time-steps and pad-rows, which are gone,
 and ``less``: pad-channels that knows nothing of concatenations or of depthwise convolutions, as it does now.
-Those under ``alone`` were measured in a process each, while pad-channels still went through depthwise convolutions:
-compiled in one process, the second variant had sizes that change, and took 86 ms where 35 are right.
+Those under ``alone`` were measured in a process each, while pad-channels still went through depthwise
+convolutions: compiled in one process, the second variant had sizes that change, and took 86 ms where 35 are
+right.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,10 +145,10 @@ class _Product(Function):
         ctx.save_for_backward(x, weight)
         # Those that the gradient is differentiated by once more; the product needs them no longer.
         ctx.sizes, ctx.weights = sizes, parameters[: len(sizes)]
-        ctx.versions = [each._version for each in ctx.weights]
         ctx.left, ctx.kept = set(range(len(sizes))), None
         needs_x, *needs = ctx.needs_input_grad[1:]
         ctx.watched = needs_x and weight.dtype == ctx.weights[0].dtype
+        ctx.versions = x._version, *(each._version for each in ctx.weights)
         if not needs_x:
             trained = map(any, zip(needs[: len(sizes)], needs[len(sizes) :], strict=True))
             ctx.mark_non_differentiable(*(y for y, asks in zip(outputs, trained, strict=True) if not asks))
@@ -156,54 +156,30 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        x, weight, version = ctx.kept or (*ctx.saved_tensors, None)
-        if version not in (None, x._version):
-            raise RuntimeError("the input of a product was changed in place before its gradient was computed")
-        is_watched = ctx.watched or torch.is_grad_enabled()
-        if is_watched and ctx.versions != [each._version for each in ctx.weights]:
+        x, weight = ctx.kept or ctx.saved_tensors
+        is_again, number = torch.is_grad_enabled(), len(ctx.sizes)
+        read = (x, *ctx.weights) if ctx.watched or is_again else (x,)
+        if any(each._version != version for each, version in zip(read, ctx.versions, strict=False)):
             raise RuntimeError(
-                "a weight was changed in place before the gradient of its product was computed"
+                "the input or a weight was changed in place before the gradient of its product was computed"
             )
-        needs_x, *needs = ctx.needs_input_grad[1:]
-        sizes = ctx.sizes
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
         # Each layer by itself could still be differentiated when the graph of another was.
         ctx.left.difference_update(used)
-        ctx.kept = (x, weight, x._version) if ctx.left else None
-        by_input, by_weight, by_bias = None, [None] * len(sizes), [None] * len(sizes)
-        rows = as_rows(x)
-        for members, gradient, own in _parts(ctx, used, gradients, weight):
-            if needs_x:
-                product = gradient @ own
-                by_input = product if by_input is None else by_input + product
-            gradient = as_rows(gradient)
-            if any(needs[: len(sizes)]):
-                _divide(by_weight, members, sizes, (gradient.mT @ rows).to(ctx.weights[0].dtype))
-            if any(needs[len(sizes) :]):
-                _divide(by_bias, members, sizes, gradient.sum(0).to(ctx.weights[0].dtype))
-        found = (g if needed else None for g, needed in zip(by_weight + by_bias, needs, strict=True))
+        ctx.kept = (x, weight) if ctx.left else None
+        if is_again or len(used) < number:
+            own = [each.to(x.dtype) for each in ctx.weights] if is_again else torch.split(weight, ctx.sizes)
+            weight = torch.cat([own[i] for i in used])
+        gradient = torch.cat([gradients[i] for i in used], -1)  # type: ignore[misc]
+        needs_x, *needs = ctx.needs_input_grad[1:]
+        by_input, rows = gradient @ weight if needs_x else None, as_rows(gradient)
+        found: list[torch.Tensor | None] = [None] * len(needs)
+        for first, make in ((0, lambda: rows.mT @ as_rows(x)), (number, lambda: rows.sum(0))):
+            if any(needs[first : first + number]):
+                made = torch.split(make().to(ctx.weights[0].dtype), [ctx.sizes[i] for i in used])  # type: ignore[no-untyped-call]
+                for i, each in zip(used, made, strict=True):
+                    found[first + i] = each if needs[first + i] else None
         return None, by_input, *found
-
-
-def _parts(ctx: Any, used: list[int], gradients: Any, weight: torch.Tensor) -> Iterable[Any]:
-    """Of which outputs, with what gradient, of products with which weights: all at once where that can be."""
-    if torch.is_grad_enabled():
-        return [([i], gradients[i], ctx.weights[i].to(gradients[i].dtype)) for i in used]
-    if len(used) == len(ctx.sizes):
-        return [(used, torch.cat(gradients, -1), weight)]
-    weights = torch.split(weight, ctx.sizes)
-    return [([i], gradients[i], weights[i]) for i in used]
-
-
-def _divide(found: list[Any], members: list[int], sizes: list[int], gradient: torch.Tensor) -> None:
-    """Give each member its rows of a gradient."""
-    if len(members) == 1:
-        found[members[0]] = gradient
-    else:
-        # Gradients in batches have no such rule, and are nobody's to keep.
-        is_batched = torch._C._functorch.is_legacy_batchedtensor(gradient)
-        split = torch.split if is_batched else torch.unsafe_split_with_sizes
-        found[:] = split(gradient, sizes)
 
 
 def merging(
