@@ -10,7 +10,6 @@ from __future__ import annotations
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
 from typing import Any, ClassVar, cast
 
@@ -55,13 +54,6 @@ class Behaviour(ABC):
         """
         require_changeable(module, path)
         refuse(behaves(module, type(self)), f"{path or 'the model'} was changed in this way before")
-
-
-@dataclass(frozen=True)
-class Part:
-    """In the data of a behaviour that is not given yet: a module of the model."""
-
-    path: str
 
 
 class Changed:

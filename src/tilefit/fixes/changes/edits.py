@@ -20,8 +20,13 @@ class Edits:
     def __init__(self) -> None:
         self._undos: list[Callable[[], Any]] = []
 
-    def behave(self, module: nn.Module, behaviour: Behaviour) -> None:
-        """Give a module a behaviour."""
+    def give(self, module: nn.Module, path: str, behaviour: Behaviour) -> None:
+        """Give a module a behaviour.
+
+        Raises:
+            RefusedError: it cannot be given to it.
+        """
+        behaviour.require(module, path)
         changed = Changed.of(module)
         first, *others = changed.behaviours or (None,)
         if behaviour.is_innermost and first is not None and first.is_innermost:

@@ -14,11 +14,13 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 from tilefit.cost import estimate
-from tilefit.fixes.changes.behaviour import Behaviour, Part
+from tilefit.fixes.changes.behaviour import Behaviour
 from tilefit.fixes.changes.calls import as_rows, linear_dtype
+from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix, in_words
 from tilefit.fixes.changes.modules import caller, fewest_rows, require_alone, state_of, submodule
-from tilefit.fixes.changes.region import Opened, Region
+from tilefit.fixes.changes.region import Region
+from tilefit.fixes.changes.run import Run
 from tilefit.ops import Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.flow import Flow, LinearCall, linear_calls
@@ -48,7 +50,7 @@ class Merged(Behaviour):
     """
 
     region: Region
-    members: tuple[nn.Linear, ...]
+    members: tuple[Any, ...]
     index: int
     least_rows: int
     is_innermost = True
@@ -182,34 +184,39 @@ class _Product(Function):
         return None, by_input, *found
 
 
-def merging(
-    model: nn.Module, groups: Sequence[tuple[str, ...]], least_rows: int, host_s: float = 0.0
-) -> ChangeSet:
+@dataclass(frozen=True)
+class Merging(ChangeSet):
     """The change of groups of sibling layers, each to become one product.
 
-    Args:
-        model: The model.
+    Attributes:
         groups: Paths of the layers of each group.
         least_rows: As in :class:`Merged`.
-        host_s: Of the change.
-
-    Raises:
-        RefusedError: no module that can be changed calls them.
     """
-    behaviours: list[tuple[str, Behaviour]] = []
-    for group in groups:
-        region: Any = Opened(caller(model, group[0]))
-        members: Any = tuple(map(Part, group))
-        merged = (Merged(region, members, index, least_rows) for index in range(len(group)))
-        behaviours += zip(group, merged, strict=True)
-    names = ", ".join(path.rpartition(".")[2] for path in groups[0])
-    parents = in_words(dict.fromkeys(group[0].rpartition(".")[0] for group in groups))
-    return ChangeSet(
-        tuple(dict.fromkeys(path for path, _ in behaviours)),
-        behaviours=tuple(behaviours),
-        words=f"Compute {names} in {parents} as one product.",
-        host_s=host_s,
-    )
+
+    groups: tuple[tuple[str, ...], ...] = ()
+    least_rows: int = 0
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[str, ...]], least_rows: int, host_s: float = 0.0) -> Merging:
+        """That of these groups."""
+        paths = tuple(dict.fromkeys(path for group in groups for path in group))
+        return cls(paths, groups=tuple(groups), least_rows=least_rows, host_s=host_s)
+
+    @property
+    def summary(self) -> str:
+        names = ", ".join(path.rpartition(".")[2] for path in self.groups[0])
+        parents = in_words(dict.fromkeys(group[0].rpartition(".")[0] for group in self.groups))
+        return f"Compute {names} in {parents} as one product."
+
+    def make(self, run: Run, edits: Edits) -> None:
+        regions: dict[str, Region] = {}
+        for group in self.groups:
+            path, members = caller(run.model, group[0]), tuple(submodule(run.model, p) for p in group)
+            if path not in regions:
+                regions[path] = Region()
+                edits.give(submodule(run.model, path), path, regions[path])
+            for index, (member, each) in enumerate(zip(members, group, strict=True)):
+                edits.give(member, each, Merged(regions[path], members, index, self.least_rows))
 
 
 @fix("merge-projections", "INT004")
@@ -257,7 +264,7 @@ def merge_projections(context: Context) -> Found:
     for found in alike.values():
         merged = tuple(dict.fromkeys(tuple(call.layer.module for call in calls) for calls in found))
         rows = _least_rows(context, found[0])
-        yield merging(context.run.model, merged, rows, HOST_S * len(found))
+        yield Merging.of(merged, rows, HOST_S * len(found))
 
 
 def _product_of(context: Context, call: LinearCall) -> Gemm:

@@ -19,9 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tilefit.capture.layouts import is_channels_last
 from tilefit.fixes.changes.behaviour import Behaviour, RefusedError, behaviours, require_changeable
 from tilefit.fixes.changes.calls import is_transformed, product_dtype
+from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet
-from tilefit.fixes.changes.modules import require_plain, require_unparametrized
-from tilefit.fixes.changes.region import Opened, Region
+from tilefit.fixes.changes.modules import require_plain, require_unparametrized, submodule
+from tilefit.fixes.changes.region import Region
+from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.padding.tensors import NHWC, Channels, crop, widen
 
 #: Classes whose instances do just what their class says.
@@ -160,11 +162,7 @@ class InChannelsLast(Behaviour):
     region: Region
 
     def require(self, module: nn.Module, path: str) -> None:
-        if not isinstance(module, _ConvNd):
-            where = path or "the model"
-            raise RefusedError(f"{where} is no convolution, and computes one with filters it holds")
-        require_unparametrized(module, path)
-        require_changeable(module, path)
+        require_convolution(module, path)
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert isinstance(module, _ConvNd)
@@ -178,8 +176,27 @@ class InChannelsLast(Behaviour):
 def in_channels_last(modules: Sequence[str], host_s: float = 0.0) -> ChangeSet:
     """The change of convolutions that read and write their images in NHWC."""
     words = f"Run {len(modules)} convolutions on images in NHWC."
-    region: Any = Opened("", ContiguousOutside)
-    return ChangeSet.giving(modules, InChannelsLast(region), words, host_s=host_s)
+    return ChangeSet(tuple(modules), also=_laid_out, words=words, host_s=host_s)
+
+
+def _laid_out(change: ChangeSet, run: Run, edits: Edits) -> None:
+    region = ContiguousOutside()
+    edits.give(run.model, "", region)
+    for path in change.modules:
+        edits.give(submodule(run.model, path), path, InChannelsLast(region))
+
+
+def require_convolution(module: nn.Module, path: str) -> None:
+    """Check that a module is one with filters of its own.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    if not isinstance(module, _ConvNd):
+        where = path or "the model"
+        raise RefusedError(f"{where} is no convolution, and computes one with filters it holds")
+    require_unparametrized(module, path)
+    require_changeable(module, path)
 
 
 def _in_nhwc(value: Any, dims: int) -> Any:
