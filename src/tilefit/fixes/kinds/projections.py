@@ -62,18 +62,22 @@ class Merged(Behaviour):
         space = self.region.space()
         # In inference mode nobody can tell whether the input was written to.
         dtype = None if space is None else linear_dtype(module, input)
-        if space is None or dtype is None:
-            return forward(input)  # type: ignore[no-any-return]
-        state = input._version, input.data_ptr(), torch.is_grad_enabled(), dtype
-        found: _Products | None = space.get(self.members)
-        if found is None or not found.outputs:
-            if not self._can_merge(input, dtype):
-                return forward(input)  # type: ignore[no-any-return]
-            found = space[self.members] = _Products(input, state, self.members)
-        elif found.input is not input or found.state != state or not found.holds(self.index):
-            return forward(input)  # type: ignore[no-any-return]
-        output = found.outputs.pop(self.index, None)
-        return forward(input) if output is None else output  # type: ignore[no-any-return]
+        output = None if space is None or dtype is None else self._output(space, module, input, dtype)
+        return forward(input) if output is None else output
+
+    def _output(
+        self, space: dict[Any, Any], module: nn.Module, x: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """What a layer makes of an input, if that is to be computed with its siblings'."""
+        state = x._version, x.data_ptr(), torch.is_grad_enabled(), dtype
+        if not (self.members in space and space[self.members][-1]):
+            if not self._can_merge(x, dtype):
+                return None
+            states = [*map(state_of, self.members)]
+            space[self.members] = x, state, states, _outputs(self.members, x.to(dtype))
+        its, then, states, outputs = space[self.members]
+        is_so = its is x and then == state and states[self.index] == state_of(module)
+        return outputs.pop(self.index, None) if is_so else None
 
     def _can_merge(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
         if x.numel() < self.least_rows * x.shape[-1]:
@@ -87,32 +91,14 @@ class Merged(Behaviour):
         )
 
 
-class _Products:
-    """What all siblings make of an input.
-
-    Attributes:
-        input, state: The input, and what the outputs depend on besides.
-        outputs: By member, until they are asked for.
-    """
-
-    def __init__(self, x: torch.Tensor, state: Any, members: Sequence[nn.Linear]) -> None:
-        self.input, self.state = x, state
-        self._members = members
-        self._states = [state_of(member) for member in members]
-        *_, is_graded, dtype = state
-        sizes = [len(member.weight) for member in members]
-        parameters = [p for name in ("weight", "bias") for p in (m._parameters[name] for m in members)]
-        if x.dtype != dtype:
-            x = x.to(dtype)
-        if is_graded and any(p is not None and p.requires_grad for p in (x, *parameters)):
-            outputs = _Product.apply(sizes, x, *parameters)  # type: ignore[no-untyped-call]
-        else:
-            outputs = _product(sizes, x, parameters)[0]
-        self.outputs = dict(enumerate(outputs))
-
-    def holds(self, index: int) -> bool:
-        """Whether a member has the parameters that its output was computed with."""
-        return state_of(self._members[index]) == self._states[index]
+def _outputs(members: Sequence[Any], x: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The products of an input with all layers, in its element type."""
+    sizes = [len(member.weight) for member in members]
+    parameters = [*(member.weight for member in members), *(member.bias for member in members)]
+    is_graded = any(each is not None and each.requires_grad for each in (x, *parameters))
+    if is_graded and torch.is_grad_enabled():
+        return dict(enumerate(_Product.apply(sizes, x, *parameters)))  # type: ignore[no-untyped-call]
+    return dict(enumerate(_product(sizes, x, parameters)[0]))
 
 
 def _product(sizes: list[int], x: torch.Tensor, parameters: Sequence[Any]) -> tuple[Tensors, torch.Tensor]:
