@@ -181,7 +181,7 @@ def beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[
 
 def _whole(name: str, context: Context, files: Files) -> str:
     """Of a part, ``net.conv``, of a model that is called the model, ``net``; of a replica what it wraps."""
-    for source in filter(None, _program(context.step).models):
+    for source in filter(None, context.step.program.models):
         try:
             syntax, call = _call(source, files)
         except RefusedError:
