@@ -40,11 +40,6 @@ if TYPE_CHECKING:
 WIDEST = 2.0
 #: A tile is named where the network gives it at least this probability; else it is unsure.
 SURE = 0.4
-#: By how much more an operation may be off on another machine than on the one that was measured, as a factor
-#: minus one, where a calibration ships: so 79 % of published products on an H100 are inside, and of an H200,
-#: on which this was not chosen, 78 % (without it 66 and 59 %). What ships on top of a donor's needs none: on
-#: an H100 that taught nothing 77 to 87 % are inside without it (``benchmarks/ship_calibration.py``).
-_OTHER_MACHINE = 0.03
 #: Networks are surer of the way on shapes that they were trained on than on others: logits over this.
 SOFTENED = 1.5
 
@@ -170,10 +165,9 @@ class Calibration:
         outputs = network(rows)
         times = baselines * np.exp(outputs[:, 0])
         spreads = np.exp(np.minimum(outputs[:, 1], WIDEST))
-        wider = 1 + _OTHER_MACHINE * ("collected" in self.about and not self.on_shipped)
         lower, upper = np.array([network.apart.get(apart(op), network.quantiles) for op in ops]).T
-        low = times * (np.exp(lower * spreads) / wider)
-        high = times * (np.exp(upper * spreads) * wider)
+        low = times * np.exp(lower * spreads)
+        high = times * np.exp(upper * spreads)
         ends = 2 + len(network.families)
         chosen: Any = [()] * len(ops)
         if network.families:
