@@ -6,9 +6,15 @@
 
 The rows are what ``collect_together.py`` wrote, each folder of one machine: what kernels take by the
 profiler. Families of shapes that ``pack_h200.py`` holds out, and layers of models that are never trained on,
-are scored and not fitted to; a tenth of the others sets the intervals. What is neither decides which element
+are scored and not fitted to, nor is a tenth of the others; both set the intervals, and decide which element
 types and roles are left to the donor. The machines that are SEEN teach nothing. The constants of the first
-stage, and kinds that are not named, stay those of the file.
+stage, and kinds that are not named, stay those of the file. ``--widths`` sets intervals anew, nothing else:
+those of convolutions so, apart of depthwise and of grouped ones; of the seventh 84 % of those of one group
+are inside, 80 and 87 of the others (before 86, 91, 78), of families held out 76, 76, 71. The other kinds' are
+of the tenth alone, at 10 and 90 %.
+
+Networks of products see how wide the donor's interval is. It became narrower by a factor of 1.03 on both
+sides after they were taught: what this input is measured from was moved by as much.
 
 Products and convolutions ship so. Of the seventh H100, all rows and the families held out, misaligned
 products go from 8.6 to 7.8 and from 8.7 to 7.7 % off, aligned ones from 6.0 to 4.7 and from 5.7 to 4.6,
