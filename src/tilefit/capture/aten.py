@@ -27,7 +27,7 @@ from tilefit.ops import (
     Streaming,
 )
 from tilefit.ops.operations import NAMED, by_name
-from tilefit.ops.streaming import CONTIGUOUS, multi_tensor_launches
+from tilefit.ops.streaming import CONTIGUOUS, JOINED_ALONE, multi_tensor_launches
 
 #: An operation, its phase (empty: whatever autograd's state implies), what it reads and what it writes.
 Described = tuple[Op, str, Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -389,7 +389,9 @@ def _streaming(call: Call, recorder: Recording, role: str, **fields: Any) -> lis
     """The general case: every input is read and every output written, once."""
     written = call.outputs or call.mutated
     inner, strided = _reach(call, role, written) if call.inputs and written else (0, None)
-    fields = {"inner": inner, "strided": strided, **fields}
+    sizes = sorted(t.numel() for t in call.inputs) if call.packet == "cat" else []
+    function = JOINED_ALONE if sizes[-2:-1] == [0] else ""
+    fields = {"inner": inner, "strided": strided, "function": function, **fields}
     return [_stream(recorder, role, call.inputs, written, **fields)]
 
 
