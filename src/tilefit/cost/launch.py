@@ -62,19 +62,22 @@ FIXED_S = {"forward": 0.15e-3, "backward": 0.99e-3, "optimizer": 0.16e-3}
 #: A multi-tensor operation of an optimizer: AdamW's eight, over 10 tensors, took 99 us more than the fused
 #: one (``benchmarks/collect_h200.py --part launch``, on the faster host).
 OPTIMIZER_S = 24e-6
-#: One kernel that the compiler wrote, one call of a library, launched from the Python that the compiler
-#: generates (without CUDA graphs), and one parameter: the check that it is the same, and its gradient's way
-#: back to it (taken to be the same where CUDA graphs replay); and what each of the two graphs takes besides:
-#: guards, AOTAutograd's wrapper, the way into the graph and out of it.
-#: The last two are what models of many parameters, inputs and modules took on an H100 beside next to nothing
-#: (``benchmarks/compiled_calls.py``), where 448 modules more took nothing and an input 2.5 us; the first two
-#: are fitted, with these, to 33 steps of models that the host limits, on two H100 and an H200
-#: (``benchmarks/fit_compiled.py``). Where all kernels are the same one, one takes 9 to 13 us, a product 12
-#: to 17: less than among the many different ones of a model.
-COMPILED_KERNEL_S = 17e-6
-COMPILED_CALL_S = 26e-6
-GRAPH_PARAMETER_S = 11e-6
-GRAPH_S = 0.33e-3
+#: One kernel that the compiler wrote, and each tensor beside the first that it writes: allocated, handed to
+#: the backward pass, checked and freed there; one call of a library, launched from the Python that the
+#: compiler generates (without CUDA graphs), and each further kernel within it; and one parameter: the check
+#: that it is the same, and its gradient's way back to it (taken to be the same where CUDA graphs replay); and
+#: what each of the two graphs takes besides: guards, AOTAutograd's wrapper, the way in and out.
+#: All are fitted to the host's part of 111 steps on four H100s and an H200 (``benchmarks/fit_compiled.py``; a
+#: model left out 12 % off in the median, most of which is the hosts' own noise). Models of many equal parts
+#: (``benchmarks/compiled_calls.py``) told the same before: a kernel 9 to 13 us, a product 12 to 17, both
+#: gradients of a convolution 34, a parameter 11 beside the optimizer, a graph 350; 448 modules more took
+#: nothing and an input 2.5 us.
+COMPILED_KERNEL_S = 12.5e-6
+COMPILED_TENSOR_S = 27e-6
+COMPILED_CALL_S = 17.5e-6
+COMPILED_WITHIN_S = 6.5e-6
+GRAPH_PARAMETER_S = 9e-6
+GRAPH_S = 0.31e-3
 #: One layer that the compiler compiles for itself, in a forward pass that it splits: the guards of such
 #: layers are tried at each of them, and those beyond the eighth run as they are. ``benchmarks/fit_launch.py``
 #: fits it to the two such steps of ``benchmarks/results/whole_steps_compiled.json``, OPT and Whisper. A split
@@ -130,11 +133,12 @@ def launch(entry: StepOp, gpu: Gpu, settings: Settings) -> Launch:
     op, phase, compiled = entry.op, entry.phase, settings.compiled and not entry.eager
     kernels, host_s = launches[type(op)](op, phase, gpu, compiled)
     if host_s is not None or phase == OPTIMIZER:
-        return Launch(kernels, OPTIMIZER_S if host_s is None else host_s)
+        further_s = COMPILED_TENSOR_S * (compiled and len(entry.outputs[1:]))
+        return Launch(kernels, OPTIMIZER_S if host_s is None else host_s + further_s)
     if compiled:
         # What PyTorch prepares before attention, the compiler makes part of its kernels.
         within = kernels if isinstance(op, Attention) else launched(entry, gpu)
-        return Launch(kernels, COMPILED_CALL_S + KERNEL_S * (within - 1))
+        return Launch(kernels, COMPILED_CALL_S + COMPILED_WITHIN_S * (within - 1))
     if isinstance(op, Streaming) and op.function == CONTIGUOUS:  # within the call of another
         return Launch(kernels, KERNEL_S * kernels)
     # All kinds alike: a call alone takes nearly the same time, whatever it calls.
