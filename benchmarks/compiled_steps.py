@@ -460,7 +460,8 @@ class Session:
         self.workers: list[Worker] = []
         self.all: list[str] = []
         self.alternates: float = getattr(options, "alternate_s", 0.0)
-        self.timing_s = self.alternates + 2 if self.alternates else TIMING_S
+        look_s = 0.6 if getattr(options, "times_alone", False) else 1.8
+        self.timing_s = self.alternates + look_s if self.alternates else TIMING_S
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
 
