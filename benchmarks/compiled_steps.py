@@ -79,6 +79,8 @@ LAST_S = 7.0
 #: A turn that takes longer has failed.
 MOST_S = 10.0
 STEPS_BEFORE = 3
+#: Steps that follow each other in a turn among those of the reference.
+BACK_TO_BACK = 8
 #: Seconds that a process is waited for at most once it is told to go.
 PATIENCE_S = 20.0
 #: Parameters whose optimizer is compiled: more take too long.
@@ -256,7 +258,7 @@ def optimizers(model: Measured) -> Callable[[], dict[str, float]]:
 
 
 def alternate(model: Measured, seconds: float) -> None:
-    """Turns of a reference step's repeats and a few steps, one with an idle GPU before it and four back to
+    """Turns of a reference step's repeats and a few steps, one with an idle GPU before it and some back to
     back, for so long."""
     reference = reference_step(torch.device(model.device))
 
@@ -277,7 +279,7 @@ def alternate(model: Measured, seconds: float) -> None:
     while time.perf_counter() < end or len(model.turns) < 2:
         passed: list[float] = []
         wall_ms = spent_ms(lambda into=passed: into.extend(model.step()), 1)
-        sustained_ms = spent_ms(model.step, 4)
+        sustained_ms = spent_ms(model.step, BACK_TO_BACK)
         found.append(reference_ms())
         model.turns.append(
             {

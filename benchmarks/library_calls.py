@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +78,18 @@ def others(device: str) -> Iterator[tuple[str, Call]]:
     a, b, c = (torch.randn(16, 64, 64, **half) for _ in range(3))
     yield "bmm", lambda: torch.bmm(a, b, out=c)
     q = torch.randn(8, 8, 256, 64, **half)
-    if device == "cuda":
-        forward = aten._scaled_dot_product_flash_attention.default
-        out = forward(q, q, q, 0.0, False)
-        yield "flash attention", lambda: forward(q, q, q, 0.0, False)
-        yield (
-            "flash attention, gradients",
-            lambda: aten._scaled_dot_product_flash_attention_backward.default(
-                out[0], q, q, q, *out[:4], *out[4:6], 0.0, False, *out[6:8]
-            ),
-        )
+    for kind in ("flash", "cudnn") if device == "cuda" else ():
+        forward = getattr(aten, f"_scaled_dot_product_{kind}_attention").default
+        backward = getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default
+        if kind == "cudnn":
+            call = partial(forward, q, q, q, None, True, 0.0, False)
+        else:
+            call = partial(forward, q, q, q, 0.0, False)
+        out, log, from_q, from_k, most_q, most_k, seed, offset, *_ = call()
+        yield f"attention, {kind}", call
+        shape = (from_q, from_k, most_q, most_k, 0.0, False)
+        rest = (log, seed, offset, None, *shape) if kind == "cudnn" else (log, *shape, seed, offset)
+        yield f"attention, {kind}, gradients", partial(backward, out, q, q, q, out, *rest)
     from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda, assert_size_stride
 
     empty = _empty_strided_cuda if device == "cuda" else _empty_strided_cpu
@@ -154,7 +157,7 @@ def main() -> None:
     for _ in range(3):
         reference()
     with options.out.open("a") as rows:
-        for make in (convolutions, others):
+        for make in (others, convolutions):
             for name, call in make(options.device):
                 if options.only in name:
                     row = {"call": name, **measured(call, reference, options.device)}

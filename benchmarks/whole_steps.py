@@ -62,6 +62,7 @@ UNSEEN = Path(__file__).resolve().parent / "unseen_models.py"
 LATER = Path(__file__).resolve().parent / "later_models.py"
 NEWER = Path(__file__).resolve().parent / "newer_models.py"
 OTHER = Path(__file__).resolve().parent / "other_models.py"
+FRESH = Path(__file__).resolve().parent / "fresh_models.py"
 PADS = Path(__file__).resolve().parent / "padded_models.py"
 CALLS = Path(__file__).resolve().parent / "compiled_calls.py"
 
@@ -244,6 +245,14 @@ PREDICTED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
         )
     ),
     ("hf:qwen2", {"batch": 4, "seq": 1024}, False, _FOUR_LAYERS),
+    # From here on after those before had set what the backward graph's tensors take.
+    *(
+        (f"{FRESH}:{name}", {}, False, {})
+        for name in (
+            "agent prototypes distances sentences imagined depths skeletons dynamics records".split()
+        )
+    ),
+    ("torchvision:alexnet", {"batch": 128}, False, {}),
 ]
 #: Those whose odd channels are padded, beside themselves as they are.
 PADDED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
