@@ -69,8 +69,8 @@ OPTIMIZER_S = 24e-6
 #: graphs takes besides: guards, AOTAutograd's wrapper, the way in and out.
 #: Fitted to 17 steps that ran in turn with the reference step on an H100, which repeat within 4 % (a model
 #: left out 8 % off in the median), and, with an eighth of the weight, to 68 that did not, on four H100s and
-#: an H200, whose hosts' own noise is 15 % (``benchmarks/fit_compiled.py``). Without what the backward graph is
-#: given, the error is 14 %. Called alone, without a profiler, a product takes 12 us over the host's speed,
+#: an H200, whose hosts' own noise is 15 % (``benchmarks/fit_compiled.py``). Without what the backward graph
+#: is given, the error is 14 %. Called alone, without a profiler, a product takes 12 us over the host's speed,
 #: both gradients of a convolution 35 to 110 (``benchmarks/library_calls.py``).
 COMPILED_KERNEL_S = 12.5e-6
 COMPILED_CALL_S = {"gemm": 11e-6, "conv": 26e-6, "attention": 80e-6}
