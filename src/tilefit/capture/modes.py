@@ -251,7 +251,7 @@ class Modes:
             libraries=tuple(self.sites.libraries),
             model=name,
             notes=(*notes, *self.notes, *self.semantic.fused.notes),
-            program=Program("", "", events=tuple(meetings)) if meetings else None,
+            program=Program(events=tuple(meetings)),
             returned=tuple(sorted(made & self.recorder.returned)),
         )
 

@@ -167,7 +167,7 @@ def _places(context: Context, files: Files) -> Iterator[tuple[Sequence[Place], M
     program = context.step.program
     if isinstance(files, Program):
         looked = [lambda: [_named_models(files)]]
-    elif program is not None:
+    elif program:
         looked = [lambda: [[where_made(call, files)] for call in program.models[:1]]]
         looked += [lambda: [[place] for place in beside_optimizers(context, files, False)]]
     for look in looked:

@@ -205,7 +205,7 @@ def propose_for(
     return Patches(tuple(made), (*by_hand, *large), others, "" if large else fitted)
 
 
-def _on_lines_of(program: ops.Program | None, context: Context) -> Context:
+def _on_lines_of(program: ops.Program, context: Context) -> Context:
     """A changed program's step with the lines of the program in the files, which are others."""
     return replace(context, step=replace(context.step, program=program))
 

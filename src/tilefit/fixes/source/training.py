@@ -24,7 +24,7 @@ from tilefit.fixes.source.settings import (
     write_tf32,
 )
 from tilefit.fixes.source.syntax import Syntax
-from tilefit.ops import Program, Step
+from tilefit.ops import Step
 from tilefit.ops.program import TO_GPU, TO_HOST
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
@@ -39,7 +39,7 @@ _NUMBER_BYTES = 8
 
 def files_of(step: Step, main: Path) -> Files:
     """The files of the program that a step was seen in."""
-    program = _program(step)
+    program = step.program
     sources = chain(
         (entry.site.source for entry in step.ops),
         (event.site.source for event in program.events),
@@ -67,7 +67,7 @@ def _optimizers(context: Context, files: Files, *, beside: bool = False) -> list
         RefusedError: one is not found in the user's files.
     """
     found = []
-    for source in _program(context.step).optimizers:
+    for source in context.step.program.optimizers:
         syntax, line = _at(source, files)
         calls = [
             call
@@ -98,7 +98,7 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
     parameters there, and behind those that make the models that no optimizer steps."""
     places = [*beside_optimizers(context, files, behind)]
     note = ""
-    calls = _program(context.step).models or ("",)  # which is refused
+    calls = context.step.program.models or ("",)  # which is refused
     for call in calls[bool(places) :]:
         try:
             places.append(where_made(call, files))
@@ -168,7 +168,7 @@ def beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[
         statement = syntax.around(call, cst.SimpleStatementLine)
         given = [*_given(syntax, call)]
         calls = (each for node in given for each in syntax.all(cst.Call, node))
-        models = {name: None for each in calls if (name := _asked(syntax, each))}
+        models = {_whole(name, context, files): None for each in calls if (name := _asked(syntax, each))}
         loops = (loop for node in given for loop in syntax.all(cst.CompFor, node))
         each_of_many = [name.value for loop in loops for name in syntax.all(cst.Name, loop.target)]
         if statement is None or not models or models.keys() & set(each_of_many):
@@ -177,6 +177,19 @@ def beside_optimizers(context: Context, files: Files, behind: bool) -> Iterator[
             )
         # Behind a return nothing runs.
         yield Place(syntax, statement, [*models], behind and not any(syntax.all(cst.Return, statement)))
+
+
+def _whole(name: str, context: Context, files: Files) -> str:
+    """Of a part, ``net.conv``, of a model that is called the model, ``net``; of a replica what it wraps."""
+    for source in filter(None, context.step.program.models):
+        try:
+            syntax, call = _call(source, files)
+        except RefusedError:
+            continue
+        called = syntax.code(call.func)
+        if (part := name.removeprefix(f"{called}.")) != name:
+            return f"{called}.module" if part.partition(".")[0] == "module" else called
+    return name
 
 
 def _given(syntax: Syntax, call: cst.Call) -> Iterator[cst.CSTNode]:
@@ -248,7 +261,7 @@ def _asked(syntax: Syntax, call: cst.Call) -> str:
 
 
 def _autocast(finding: Finding, context: Context, files: Files) -> Change:
-    return autocast_around(context, files, *_call(next(iter(_program(context.step).models), ""), files))
+    return autocast_around(context, files, *_call(next(iter(context.step.program.models), ""), files))
 
 
 # ---- the loop ----------------------------------------------------------------------------------
@@ -275,7 +288,7 @@ def _turned(function: str, argument: str, old: str, note: str) -> Write:
 
 def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Change:
     """``total += loss.item()``: ``total += loss.detach()``."""
-    events = _program(context.step).events
+    events = context.step.program.events
     edits = [
         (syntax, syntax.replaced(call.func.attr, "detach"))
         for source in dict.fromkeys(e.site.source for e in events if e.name in ("item", "float"))
@@ -300,7 +313,7 @@ def _between(syntax: Syntax, node: cst.CSTNode, outer: cst.CSTNode) -> Iterator[
 
 def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Change:
     """``DataLoader(…)``: with ``pin_memory=True``; ``x.to(device)``: with ``non_blocking=True``."""
-    program = _program(context.step)
+    program = context.step.program
     edits: list[tuple[Syntax, Edit]] = []
     level = SAFE
     read = {event.site.source for event in program.events if event.kind == TO_HOST}
@@ -487,11 +500,6 @@ def _listed(tensor: ast.AST, lists: Mapping[str, str]) -> str:
 # ---- places ------------------------------------------------------------------------------------
 
 
-def _program(step: Step) -> Program:
-    assert step.program is not None
-    return step.program
-
-
 def _at(source: str, files: Files) -> tuple[Syntax, int]:
     """The file and the line of ``train.py:41``.
 
@@ -499,7 +507,8 @@ def _at(source: str, files: Files) -> tuple[Syntax, int]:
         RefusedError: it is not the user's to change.
     """
     name, _, line = source.rpartition(":")
-    refuse(not name or not Path(name).is_file(), f"{source or 'what makes it'} is no file of yours")
+    refuse(not name, "which line makes it so is not known")
+    refuse(not Path(name).is_file(), f"{source} is no file of yours")
     syntax = files.syntax(name)
     files.require_own(syntax)
     return syntax, int(line)
