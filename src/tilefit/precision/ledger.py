@@ -82,6 +82,7 @@ class Cycle:
         pending: Clips and writes of gradients that a constant may be divided out of yet, and what emits them.
         passes: The backward passes, on steps that are looked at.
         fp16: fp16 gradients flowed through a graph that was looked at.
+        gave: A backward pass returned gradients that carry a scale.
         hand_scaled: A loss was multiplied by something that may be a scale made by hand.
         dtypes: Element types of the autocast regions entered with gradients on, outside of backward passes.
         source: The line that entered the last of them.
@@ -94,6 +95,7 @@ class Cycle:
     pending: list[tuple[float, PrecisionRule]] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
     fp16: bool = False
+    gave: bool = False
     hand_scaled: bool = False
     dtypes: set[torch.dtype] = field(default_factory=set)
     source: str = ""
@@ -197,6 +199,12 @@ class Gave(NamedTuple):
 
     gradients: Sequence[Any]
     marks: Marks
+
+
+class Scales(NamedTuple):
+    """A scaler has multiplied by its scale."""
+
+    outputs: Any
 
 
 class Hooks(NamedTuple):
@@ -447,6 +455,7 @@ class Ledger:
                 self._begin(here, roots, given, scan)
             result = yield
         if here.depth == 0 and here.reached and result:
+            here.cycle.gave = True
             self._recorder.tell(Gave(result, frozenset(here.reached)))
 
     def _begin(self, here: Here, roots: Sequence[Tensor], given: Any, scan: graph.Scan | None) -> None:
@@ -761,7 +770,7 @@ class Tracker:
         self._recorder = recorder
         self._ledger = ledger
         self.set_up()
-        for kind in (Begins, Ended, Gave, Hooks, Hooked, Stepping, Stepped):
+        for kind in (Begins, Ended, Gave, Scales, Hooks, Hooked, Stepping, Stepped):
             listener = getattr(self, f"on_{kind.__name__.lower()}", None)
             if listener is not None:
                 recorder.on(kind, listener)

@@ -426,7 +426,8 @@ class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._ledger.here.librarys:
             phase = LIBRARY
         else:
-            phase = OPEN if self._running.hook or self._ledger.here.open else FORWARD
+            here = self._ledger.here
+            phase = OPEN if self._running.hook or here.open or here.cycle.gave else FORWARD
         plan = self._observers.plans[phase].get(id(func))
         if plan is None:
             plan = self._observers.plan(func, phase)

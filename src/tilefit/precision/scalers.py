@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from tilefit.precision import graph
-from tilefit.precision.ledger import Running, Scaler, Stepped, Tracker, enabled, scale_of
+from tilefit.precision.ledger import Running, Scaler, Scales, Stepped, Tracker, enabled, scale_of
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Around, Patch, of_all
 from tilefit.precision.rules.scaler import ScaleCollapse, ScalerNotRestored, ScheduleAdvancesOnSkip, refused
@@ -48,6 +48,7 @@ class Scalers(Tracker):
                 what = "the gradient scaler, which is off without CUDA: --gpu NAME emulates a GPU"
                 self._recorder.cannot_check(what, *_OF_SCALERS)
             return
+        self._recorder.tell(Scales(outputs))
         scaled = yield
         known = self._ledger.scaler(scaler)
         self._recorder.facts.add("loss scale")

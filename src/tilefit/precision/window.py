@@ -16,7 +16,18 @@ from torch import Tensor
 
 from tilefit.precision.degrees import base_name, keeps_no_value, result_degree
 from tilefit.precision.gradients import Cause, Gradient, Kind, State, move, scales_of
-from tilefit.precision.ledger import NEAR, Begins, Ended, Gave, Hooked, Hooks, Marks, Tracker, scale_of
+from tilefit.precision.ledger import (
+    NEAR,
+    Begins,
+    Ended,
+    Gave,
+    Hooked,
+    Hooks,
+    Marks,
+    Scales,
+    Tracker,
+    scale_of,
+)
 from tilefit.precision.lines import user_line
 from tilefit.precision.look import OPEN, Call, Observer
 from tilefit.precision.rules.protocol import ClipOnScaled, PenaltyOnScaled, StepWithoutUnscale
@@ -98,6 +109,14 @@ class Window(Tracker, Observer):
         for gradient in gave.gradients if marks and self._ledger.closely else ():
             if isinstance(gradient, Tensor):
                 self._derived.note(gradient, _Derived(1.0, marks))
+
+    def on_scales(self, scales: Scales) -> None:
+        """What is made of scaled gradients is not to be scaled once more."""
+        for tensor in tensors_in((scales.outputs,)) if self._ledger.closely else ():
+            found = self._derived.of(tensor)
+            if found is not None and found.degree != 0:
+                scale = self._ledger.scale_of(found.marks)
+                self.found(PenaltyOnScaled, operation=found.operation, scale=scale, parameters=0)
 
     def wants(self, func: Any, name: str) -> bool:
         return name not in _SCALERS_OWN

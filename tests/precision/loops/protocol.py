@@ -90,6 +90,35 @@ def norm_only_logged_with_a_disabled_scaler():
 
 
 @wrong(2)
+def penalty_of_scaled_gradients():
+    model, s = net(), scaler()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = mse(model, *batch())
+        gradients = torch.autograd.grad(s.scale(loss), model.parameters(), create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in gradients).sqrt()
+        s.scale(loss + penalty).backward()  # here
+        s.step(optimizer)
+        s.update()
+
+
+@right(2)
+def penalty_of_gradients_that_were_divided():
+    model, s = net(), scaler()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = mse(model, *batch())
+        gradients = torch.autograd.grad(s.scale(loss), model.parameters(), create_graph=True)
+        gradients = [gradient / s.get_scale() for gradient in gradients]
+        penalty = sum(gradient.square().sum() for gradient in gradients).sqrt()
+        s.scale(loss + penalty).backward()
+        s.step(optimizer)
+        s.update()
+
+
+@wrong(2)
 def penalty_on_scaled():
     model, s = net(), scaler()
     optimizer = Adam(model.parameters())

@@ -87,7 +87,7 @@ def _as_refusals() -> Iterator[None]:
         raise RefusedError(f"the model does not run on a copy ({error.what})") from error
     except Exception as error:
         text = (str(error).strip() or "no message").splitlines()[0]
-        raise RefusedError(f"the comparison raised {type(error).__name__}: {text}") from error
+        raise RefusedError(f"the comparison raised {type(error).__name__}: {text.rstrip('.')}") from error
 
 
 def _compared(like: Likeness) -> Verification:

@@ -71,7 +71,8 @@ class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE
     does not commute with the scale: a penalty, noise, `clamp_` (that of `clip_grad_value_` too),
     `nan_to_num_`, a gradient replaced by a function of itself. What commutes is fine: averaging over ranks,
     multiplying by a number or a mask, clearing, dividing by the scale by hand. Hooks on gradients are looked
-    at too.
+    at too, and a loss that `scaler.scale` is given and that is made of gradients which carry the scale: a
+    gradient penalty.
 
     Why nobody notices: The optimizer divides what was added by the scale: with 65536, a weight decay of 1e-3
     acts as 1.5e-8. And `nan_to_num_` hides from the scaler the inf it must see to skip the step.
@@ -97,12 +98,16 @@ class PenaltyOnScaled(PrecisionRule, code="AMP002", severity=ERROR, needs=_SCALE
     title = "scaled gradients are changed"
     fix = "Call scaler.unscale_(optimizer) first, or put the term into the loss."
 
-    #: What does not commute with the scale and wrote to so many gradients that carry one.
+    #: What does not commute with the scale and wrote to so many gradients that carry one; of 0: made a loss.
     operation: str
     scale: float
     parameters: int
 
     def judge(self) -> Alarm:
+        if not self.parameters:
+            message = f"the loss is made of gradients that carry a loss scale of {figure(self.scale)}"
+            fix = "Divide them by scaler.get_scale() before anything is made of them."
+            return self.alarm(message, "the scale does not commute with what is made of them", fix=fix)
         by = f"by {self.operation}" if self.operation else "by hand"
         which = f"{self.parameters} gradients are changed {by} while they carry"
         which = f"1 gradient is changed {by} while it carries" if self.parameters == 1 else which
