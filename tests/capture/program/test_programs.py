@@ -14,6 +14,7 @@ from tilefit.assessment import Assessment
 from tilefit.capture.child import capture_in_child, capture_program_in_child, capture_target
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
+from tilefit.cost.uncompiled import beside
 from tilefit.errors import TilefitError
 from tilefit.ops import OPTIMIZER, Attention, Step
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT
@@ -1224,3 +1225,24 @@ for step in range({rounds}):
     assert step.program is not None
     assert step.program.step.count("SGD") == (1 if rounds < second else 2)
     assert sum(entry.name == "aten.addmm" for entry in step.ops) == (1 if rounds < second else 6)
+
+
+def test_a_teachers_average_is_beside_the_passes_though_the_teacher_runs_behind_it(tmp_path: Path) -> None:
+    text = """
+import copy, torch
+student = torch.nn.Linear(64, 64).cuda()
+teacher = copy.deepcopy(student)
+optimizer = torch.optim.SGD(student.parameters(), 0.1)
+for _ in range(4):
+    x = torch.randn(32, 64, device="cuda")
+    with torch.no_grad():
+        wanted = teacher(x)
+    (student(x) - wanted).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for a, b in zip(teacher.parameters(), student.parameters()):
+            a.mul_(0.9).add_(b, alpha=0.1)
+"""
+    found = Counter(entry.name for entry in beside(_run(tmp_path, text).ops))
+    assert found == {"aten.mul_": 2, "aten.add_": 2}
