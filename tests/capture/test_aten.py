@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from capturing import captured, entries, names, products, rows
+from tilefit.capture import capture
 from tilefit.cost import fuse
 from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, FORWARD, Conv, Gemm, Step, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
@@ -396,3 +398,10 @@ def test_what_a_call_is_told_to_write_to_is_not_read() -> None:
 
     (entry,) = entries(captured(kept, rows(512, 512), train=False), Streaming)
     assert (entry.op.read_bytes, entry.op.write_bytes) == (4 << 18, 4 << 18)
+
+
+def test_the_gradient_of_a_weight_that_is_computed_is_a_weights() -> None:
+    layers = (weight_norm(nn.Linear(48, 80)), nn.ReLU(), spectral_norm(nn.Linear(80, 32)))
+    step = capture(nn.Sequential(*layers), torch.empty(64, 48, device="meta"))
+    matrices = [entry for entry in step.ops if entry.name == "aten.mm"]
+    assert [entry.phase for entry in matrices] == [BACKWARD_DATA, BACKWARD_WEIGHT, BACKWARD_WEIGHT]

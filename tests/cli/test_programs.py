@@ -76,6 +76,29 @@ def test_what_a_program_trains_is_planned_with_its_batch(tilefit, program: str) 
     assert any("--batch-size 48 ran on one GPU (a batch of 48, AdamW)" in note for note in data["notes"])
 
 
+def test_a_batch_of_a_replica_is_one_gpus(tilefit, tmp_path: Path) -> None:
+    (tmp_path / "replica.py").write_text("""
+import torch
+from torch import nn
+torch.distributed.init_process_group("nccl", init_method="tcp://localhost:29511", rank=0, world_size=1)
+net = nn.ModuleDict({"layers": nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))})
+net.forward = net["layers"].forward
+net = nn.parallel.DistributedDataParallel(net.cuda())
+optimizer = torch.optim.AdamW(net.parameters())
+for _ in range(4):
+    net(torch.randn(48, 64, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    ran = tilefit(
+        "plan", str(tmp_path / "replica.py"), "--gpus", "4", "--output-format", "json", "--skip", "1"
+    )
+    assert ran.code == 0, ran.err
+    data = json.loads(ran.out)
+    assert data["global_batch"] == 4 * 48
+    assert any("DistributedDataParallel" in note for note in data["notes"])
+
+
 def _step(samples: int, copied: int = 0) -> Step:
     """As a program that copies its samples to the GPU makes it."""
     net = nn.ModuleDict({"layers": nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))})

@@ -177,6 +177,17 @@ def test_a_model_is_known_by_the_groups_of_its_parameters(tmp_path: Path, groups
     assert (level, text) == ("safe", f"{before}{groups}optimizer ={after}")
 
 
+def test_weights_are_clamped_at_once() -> None:
+    """As those of a critic of Wasserstein's."""
+    loop = "for p in critic.parameters():\n    p.data.clamp_(-0.3, bound)"
+    critics = [torch.nn.Linear(9, 9) for _ in range(2)]
+    critics[1].load_state_dict(critics[0].state_dict())
+    for code, critic in zip((loop, "\n".join(at_once(loop, "torch"))), critics, strict=True):
+        exec(code, {"torch": torch, "critic": critic, "bound": 0.1})
+    assert "_foreach_clamp_max_" in code
+    assert all(map(torch.equal, *(critic.parameters() for critic in critics)))
+
+
 @pytest.mark.parametrize(
     ("parts", "compiled"),
     [

@@ -143,13 +143,14 @@ class OptimizerSteps:
                 loss = closure()
             args, kwargs = (optimizer, lambda: loss), {}
         self.name = type(optimizer).__name__.lower()
-        self.fused = any(group.get("fused") for group in optimizer.param_groups)
+        wraps = _wraps(optimizer)
+        self.fused = not wraps and any(group.get("fused") for group in optimizer.param_groups)
         if self.fused:
             _require_fusible(optimizer)
         enter = self._stepping.enter_context
         self._stepping.callback(_restore, [(g, dict(g)) for g in optimizer.param_groups])
         for group in optimizer.param_groups:
-            if "foreach" in group:
+            if "foreach" in group and not wraps:
                 # Without a word from the user CUDA takes the multi-tensor path; ``foreach=False`` is a word.
                 # What can be captured takes a tensor as its learning rate there only if it is captured.
                 one_by_one = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable", True)
@@ -187,7 +188,7 @@ class OptimizerSteps:
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End what :meth:`before` began."""
         self._stepping.close()
-        if self.fused:
+        if self.fused and not _wraps(optimizer):
             with self.recorder.phase(OPTIMIZER):
                 self.recorder.record(_fused_form(optimizer), f"fused_{self.name}", (), ())
 
@@ -275,6 +276,12 @@ def intercepted(steps: OptimizerSteps) -> Iterator[None]:
         ),
     ):
         yield
+
+
+def _wraps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether another optimizer makes its steps, as of ``ZeroRedundancyOptimizer``, by the settings of its
+    groups."""
+    return any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
 
 
 def _restore(groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

@@ -34,9 +34,10 @@ from tilefit.ops import (
 )
 from tilefit.ops.peaks import Moment, fullest
 from tilefit.ops.program import TO_GPU
-from tilefit.ops.timeline import INPUTS, OPTIMIZER_STATE, PARAMETERS, Timeline, owned
+from tilefit.ops.timeline import BUFFERS, INPUTS, OPTIMIZER_STATE, PARAMETERS, Timeline, owned
 
 _UNKNOWN = object()
+_COMPUTED = "*"
 #: A result that a call does not make, such as the gradient of a bias that is not there.
 _NOTHING = ((), (), None)
 
@@ -101,6 +102,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         #: Names of parameters whose memory has been given back, by its key.
         self._emptied: dict[int, str] = {}
         self._parameter_of: dict[int, str] = {}
+        #: Numbers of the memory of what is computed of parameters and buffers alone, as a weight of its norm.
+        self._computed: set[int] = set()
         self._on_host: set[int] = set()
         self._results: dict[Any, Any] = {}
         #: Numbers of the memory of what the step returns.
@@ -313,7 +316,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             recomputed,
         )
         if isinstance(op, Gemm) and (node is None or torch.is_grad_enabled()):
-            left, right = (ref.parameter for ref in entry.inputs[:2])
+            left, right = (ref.parameter or self._weight_of(ref.id) for ref in entry.inputs[:2])
             # Only the first product after a node was made is that node's own.
             number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             self._input_of.setdefault(number, left if right else "" if left else None)
@@ -398,6 +401,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         for op, phase, inputs, outputs in describe(call, self):
             self.record(op, call.name, inputs, outputs, phase)
+        is_made = call.inputs and not call.packet.endswith("_like") and self._autograd_state()[0] is None
+        if is_made and all(self._is_held(self.identify(t)) for t in call.inputs):
+            self._computed.update(map(self.identify, call.outputs))
         if call.packet in ("_to_copy", "copy_", "constant_pad_nd"):
             # ``copy_`` writes its first argument, such as the beginning of a padded weight.
             source = self.identify(call.args[call.packet == "copy_"])
@@ -453,11 +459,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.silent():
             return tuple(map(convert, call.out)) if isinstance(call.out, tuple) else convert(call.out)
 
+    def _is_held(self, number: int) -> bool:
+        return number in self._computed or self._owners.get(number) in (PARAMETERS, BUFFERS)
+
+    def _weight_of(self, number: int) -> str:
+        """The parameter that memory is of; of what is computed of several a name that none has."""
+        return self._parameter_of.get(number) or _COMPUTED * (number in self._computed)
+
     def gradient_phase(self, operands: Iterable[torch.Tensor]) -> str:
         """Whether a product in the backward pass is a data or a weight gradient; empty outside of it.
 
-        Only the data gradient multiplies by a parameter. The gradients of a product of two activations
-        (attention written by hand) are both data gradients.
+        Only the data gradient multiplies by a parameter, or by what is computed of some. The gradients of a
+        product of two activations (attention written by hand) are both data gradients.
         """
         node, _ = self._autograd_state()
         if node is None:
@@ -465,5 +478,5 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         not_a_weight = self._input_of.get(node._sequence_nr())
         if not_a_weight is None:
             return BACKWARD_DATA
-        reads = {self._parameter_of.get(self.identify(t), "") for t in operands}
+        reads = {self._weight_of(self.identify(t)) for t in operands}
         return BACKWARD_DATA if reads - {"", not_a_weight} else BACKWARD_WEIGHT

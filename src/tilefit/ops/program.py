@@ -183,6 +183,7 @@ class Program:
         step: What the step is, such as ``4 micro-batches of 8, AdamW fused, bf16 autocast``.
         steps: Steps that were run, the captured one included.
         updates: Whether it changes parameters, by an optimizer or by hand.
+        in_models: Share of the forward operations that are made within calls of its models.
         micro_batches: Forward passes over samples of their own that a step sums the gradients of.
         beams: Inputs of a call that are tried for one sample, of which one is kept: beam search's.
         events: Where host and GPU meet within the step, in order.
@@ -207,6 +208,7 @@ class Program:
     step: str = ""
     steps: int = 1
     updates: bool = True
+    in_models: float = 1.0
     micro_batches: int = 1
     beams: int = 1
     events: tuple[HostEvent, ...] = ()

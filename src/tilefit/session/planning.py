@@ -104,7 +104,8 @@ class PlanSession:
         options: How its step is captured.
         gpus: Kinds of GPU to compare.
         cluster: How many, and what joins them.
-        batch: Samples of a step, over all GPUs; None for 1024, or for those of a program's step.
+        batch: Samples of a step, over all GPUs; None for 1024, or for those of a program's step: of one whose
+            model is in ``DistributedDataParallel`` on each GPU.
         layers: Of the model, where it is built with fewer; 0: as many as it is built with.
         epoch: Samples of an epoch; 0 where unknown.
         choices: Names of what it holds less by, of :data:`tilefit.parallel.memory_choices.CHOICES`.
@@ -178,7 +179,8 @@ class PlanSession:
         require_choices(self.choices, "--memory")
         self.cluster.check()
         model, notes = self.model()
-        batch = self.batch or (model.step.batch if model.step.program else _BATCH)
+        own = model.step.batch * (self.cluster.gpus if _is_replicated(model.step) else 1)
+        batch = self.batch or (own if model.step.program else _BATCH)
         made = self._choices(model, batch)
         return SplitPlan(
             self.target,
@@ -277,10 +279,17 @@ def _of_one_gpu(step: Step) -> Step:
     return step
 
 
+def _is_replicated(step: Step) -> bool:
+    """Whether a program has put its model into ``DistributedDataParallel``: its batch is one rank's."""
+    return "DistributedDataParallel" in step.modules.values()
+
+
 def _assumed(step: Step) -> tuple[str, ...]:
     """What is to be said of a program that is planned."""
     ran = f"{step.program.command} ran on one GPU ({step.program.step})"
     notes = [f"{ran}; what its loop copies and waits for is left out."]
+    if _is_replicated(step):
+        notes.append("Its model is in DistributedDataParallel: every GPU is given that batch.")
     if step.settings.compiled:
         notes.append("Plans know no torch.compile: the step is priced without.")
     return tuple(notes)

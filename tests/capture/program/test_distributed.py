@@ -12,7 +12,7 @@ import pytest
 from tilefit.capture.child import capture_program_in_child
 from tilefit.cost import estimate_step
 from tilefit.errors import TilefitError, UsageError
-from tilefit.ops import Attention
+from tilefit.ops import OPTIMIZER, Attention
 from tilefit.ops.program import EARLIER, WAIT
 from tilefit.options import ProgramOptions
 
@@ -612,3 +612,22 @@ def test_ranks_are_told_to_the_program_as_torchrun_does() -> None:
     assert ProgramOptions("train.py", ranks=32).environment["LOCAL_WORLD_SIZE"] == "8"
     with pytest.raises(TilefitError, match="3 machines do not share 32 processes"):
         ProgramOptions("train.py", ranks=32, nodes=3)
+
+
+def test_an_optimizer_of_shared_state_is_fused_as_it_was_told(tmp_path: Path) -> None:
+    """`ZeroRedundancyOptimizer` passes its groups on to the one that steps."""
+    path = tmp_path / "train.py"
+    path.write_text("""
+import torch
+from torch import distributed, nn
+distributed.init_process_group("nccl")
+net = nn.parallel.DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda())
+from torch.distributed.optim import ZeroRedundancyOptimizer
+optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+for _ in range(4):
+    net(torch.randn(16, 64, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    step = capture_program_in_child(ProgramOptions(str(path), ranks=2), "h100-sxm", 100)
+    assert [e.name for e in step.ops if e.phase == OPTIMIZER and e.op.role == "optimizer"] == ["fused_adamw"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -12,10 +14,11 @@ from tilefit.assessment import Assessment
 from tilefit.capture.child import capture_in_child, capture_program_in_child, capture_target
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
+from tilefit.cost.uncompiled import beside
 from tilefit.errors import TilefitError
 from tilefit.ops import OPTIMIZER, Attention, Step
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT
-from tilefit.options import ProgramOptions, TargetOptions
+from tilefit.options import ProgramOptions, Selection, TargetOptions
 
 _NET = """
 import torch
@@ -1170,3 +1173,76 @@ for number, (x,) in enumerate(loader):
     assert step.program is not None
     assert step.program.steps == 3  # the loop that trains goes on
     assert any("were ended after some seconds" in note for note in step.notes)
+
+
+def test_a_program_computes_on_one_thread(tmp_path: Path) -> None:
+    check = "if torch.get_num_threads() > 1:\n        raise SystemExit('threads that wait for each other')\n"
+    told = _TRAIN.replace("    import argparse\n", f"    import argparse\n    {check}")
+    with patch.dict(os.environ, {"OMP_NUM_THREADS": "2"}):
+        assert _run(tmp_path, told).ops
+
+
+def test_where_the_loss_is_most_of_a_step_compiling_the_models_is_not_promised(tmp_path: Path) -> None:
+    """As of an agent: what is sure is what `tilefit fix` can write."""
+    text = """
+import torch
+layers = (part for _ in range(8) for part in (torch.nn.Linear(64, 64), torch.nn.ReLU()))
+net = torch.nn.Sequential(*layers).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(6):
+    out, loss = net(torch.randn(4096, 64, device="cuda")), 0.0
+    for _ in range({rounds}):
+        loss = loss + (out * 2).tanh()
+    optimizer.zero_grad()
+    loss.mean().backward()
+    optimizer.step()
+"""
+    found = {}
+    for rounds in (1, 20):
+        step = _run(tmp_path, text.format(rounds=rounds))
+        assessment = Assessment(step, resolve("h100-sxm")[0], Selection())
+        (found[rounds],) = (each for each in assessment.findings if each.code == "NTC001")
+    assert (found[1].safety, found[20].safety) == ("safe", "advice")
+    assert "what computes the loss" in found[20].fix
+
+
+@pytest.mark.parametrize(("rounds", "second"), [(5, 100), (100, 5)])
+def test_an_optimizer_that_may_step_later_is_waited_for_until_the_program_ends(
+    tmp_path: Path, rounds: int, second: int
+) -> None:
+    text = f"""
+import torch
+nets = [torch.nn.Linear(64, 64).cuda() for _ in range(2)]
+optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+for step in range({rounds}):
+    for net, optimizer in zip(nets, optimizers):
+        if net is nets[0] or step % {second} == {second} - 1:
+            optimizer.zero_grad()
+            net(torch.randn(32, 64, device="cuda")).mean().backward()
+            optimizer.step()
+"""
+    step = _run(tmp_path, text)
+    assert step.program is not None
+    assert step.program.step.count("SGD") == (1 if rounds < second else 2)
+    assert sum(entry.name == "aten.addmm" for entry in step.ops) == (1 if rounds < second else 6)
+
+
+def test_a_teachers_average_is_beside_the_passes_though_the_teacher_runs_behind_it(tmp_path: Path) -> None:
+    text = """
+import copy, torch
+student = torch.nn.Linear(64, 64).cuda()
+teacher = copy.deepcopy(student)
+optimizer = torch.optim.SGD(student.parameters(), 0.1)
+for _ in range(4):
+    x = torch.randn(32, 64, device="cuda")
+    with torch.no_grad():
+        wanted = teacher(x)
+    (student(x) - wanted).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for a, b in zip(teacher.parameters(), student.parameters()):
+            a.mul_(0.9).add_(b, alpha=0.1)
+"""
+    found = Counter(entry.name for entry in beside(_run(tmp_path, text).ops))
+    assert found == {"aten.mul_": 2, "aten.add_": 2}

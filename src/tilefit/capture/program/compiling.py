@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
@@ -130,13 +130,15 @@ class Compiling:
     @property
     def share(self) -> float:
         """Of the forward pass's operations, those that ran compiled."""
-        others = {*map(id, beside(self._ops))}
         now = range(self._since, len(self._ops) if self._depth else 0)
-        inside = {index for each in (*self._done, now) for index in each}
+        return 1.0 if self.whole else self.share_of((*self._done, now))
+
+    def share_of(self, ranges: Iterable[range]) -> float:
+        """Of the forward pass's operations, those of these ranges."""
+        others = {*map(id, beside(self._ops))}
+        inside = {index for each in ranges for index in each}
         forward = [i for i, e in enumerate(self._ops) if e.phase == FORWARD and id(e) not in others]
-        if self.whole or not forward:
-            return float(self.whole)
-        return sum(index in inside for index in forward) / len(forward)
+        return sum(index in inside for index in forward) / max(1, len(forward))
 
     @property
     def notes(self) -> list[str]:

@@ -124,7 +124,7 @@ class StepFinder:
     @property
     def is_settled(self) -> bool:
         """Whether the step that has ended is the program's, whatever follows."""
-        if self.infers:
+        if self.infers or (self._anchor is None and self._counts and not self._replays):
             return False
         warms_up = self._listener.is_aside() or (not self._has_captured and self._listener.may_capture())
         return bool(self._replays) or not warms_up
@@ -287,7 +287,12 @@ class StepFinder:
         if self._anchor is None and (count >= _PATIENCE or not self._others_to_come()):
             self._anchor = id(optimizer)
             self._begun_at = count + self._skip - 1
-        if id(optimizer) == self._anchor:
+        if self._anchor is None and id(optimizer) == next(iter(self._counts)):
+            # Others may never step: what lies between the steps of the first is then what there is.
+            self._begun_at = self._skip
+            if count <= self._skip + self._steps:
+                self._reached(count)
+        elif id(optimizer) == self._anchor:
             self._reached(count)
 
     def _others_to_come(self) -> bool:

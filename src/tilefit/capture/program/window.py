@@ -74,6 +74,8 @@ class Window:
         self._call: _Call | None = None
         #: The models of the step, each with its first call.
         self._models: dict[int, tuple[nn.Module, str]] = {}
+        #: The operations of each call of a model.
+        self._within: list[range] = []
         #: The micro-batch that a stage of a pipeline goes forward with.
         self._chunk: int | None = None
         #: Whether a gradient reached what that call, of a model that learns, returned; what any call did.
@@ -115,7 +117,9 @@ class Window:
             learns = trains and any(each.requires_grad for each in self.parameters())
             by = _method_calling(self)
             made = _Call(number, id(self), window._chunk, version(self), place, learns, by, inputs)
+            since = len(modes.recorder.ops)
             out = call(self, *args, **kwargs)
+            window._within.append(range(since, len(modes.recorder.ops)))
             if trains:
                 _when_trained(out, partial(window._trained, made))
             window._first = window._first or made
@@ -164,6 +168,7 @@ class Window:
         self._placed.clear()
         self._called.clear()
         self._models.clear()
+        self._within.clear()
         stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if stages is not None:
             self._follow(stages._PipelineStageBase)
@@ -232,6 +237,7 @@ class Window:
             updates=updates,
             beams=self._beams,
             micro_batches=passes,
+            in_models=modes.compiling.share_of(self._within),
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,

@@ -425,17 +425,20 @@ def at_once(loop: str, torch: str) -> Iterator[str]:
             lists = _lists(loop, target, over)
         case _:
             raise RefusedError("the loop does more than one thing")
-    operations: list[tuple[str, ast.Call]] = []
+    operations: list[tuple[str, Sequence[ast.AST]]] = []
     while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        name = call.func.attr
-        refuse(name not in _METHODS, f"there is no multi-tensor form of {name}")
-        operations.insert(0, (name, call))
+        name, given = call.func.attr, [*call.args, *call.keywords]
+        if name == "clamp_" and len(call.args) == len(given) == 2:
+            operations[:0] = [("clamp_min_", given[:1]), ("clamp_max_", given[1:])]
+        else:
+            refuse(name not in _METHODS, f"there is no multi-tensor form of {name}")
+            operations.insert(0, (name, given))
         call = call.func.value
     written_to = _listed(call, lists)
     refuse(not written_to, "the loop writes to something else than the tensors it goes over")
-    for name, each in operations:
+    for name, own in operations:
         arguments = [written_to]
-        for argument in (*each.args, *each.keywords):
+        for argument in own:
             arguments.append(_of_all(argument, lists, torch) or str(ast.get_source_segment(loop, argument)))
         yield f"{torch}._foreach_{name}({', '.join(arguments)})"
 

@@ -7,9 +7,9 @@ from collections import defaultdict
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.lowering import PAD
-from tilefit.cost.uncompiled import COMPILED_SHARE, beside
+from tilefit.cost.uncompiled import COMPILED_SHARE
 from tilefit.gpus import Gpu
-from tilefit.ops import FORWARD, Conv, Gemm, Op, Step, StepOp, Streaming
+from tilefit.ops import Conv, Gemm, Op, Program, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, SAFE
 from tilefit.rules.outside.graphs import is_replayable, replayed
@@ -110,7 +110,7 @@ class Unfused(Rule):
         moved, left_moved = _moved(step), _moved(fused)
         fewer = ", in fewer kernels" if left_moved >= moved else ""
         left = f"{_count(fused):,} {'is' if _count(fused) == 1 else 'are'} left"
-        advice, safety = _advice(step)
+        advice, safety = _advice(step.program)
         yield Proposal(
             place=Place(),
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
@@ -134,10 +134,9 @@ def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> str:
     return f" The host still limits the compiled step: {graphs}."
 
 
-def _advice(step: Step) -> tuple[str, str]:
+def _advice(program: Program | None) -> tuple[str, str]:
     """What to write, and its level: past a compiled model its methods call its parts as they are, and what a
     program computes outside of its models is not compiled with them."""
-    program = step.program
     habits = program.habits if program else ()
     name = next((each.detail for each in habits if each.name == "called_by_a_method"), "")
     if name:
@@ -147,13 +146,10 @@ def _advice(step: Step) -> tuple[str, str]:
             "torch.compile(model) compiles calls of the model itself, of which there are none.",
             SAFE,
         )
-    others = {*map(id, beside(step.ops))} if program else set()
-    forward = [entry for entry in step.ops if entry.phase == FORWARD and id(entry) not in others]
-    inside = sum(bool(entry.site.module) for entry in forward)
-    if program and program.command and inside < COMPILED_SHARE * len(forward):
+    if program and program.in_models < COMPILED_SHARE:
         return (
             "Make a function of what computes the loss, and compile that: @torch.compile. The models alone "
-            f"are {share(inside / len(forward))} of the forward operations.",
+            f"are {share(program.in_models)} of the forward operations.",
             ADVICE,
         )
     if program and (program.models[1:] or program.optimizers[1:]):
