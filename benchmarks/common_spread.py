@@ -6,8 +6,8 @@ Reads the rows that ``whole_steps.py --measured ... --gpu h100-sxm --left-out --
 --record`` left in ``results/``, and prints what :mod:`tilefit.cost.priced` needs: the smallest share of a
 step's GPU time which, beside what the operations' own intervals allow, holds the truth in 80 % of the steps.
 Steps of timm's models that the host limits say nothing about the GPU and are left out. The models of seed 7
-set no constant; those of seed 0 did, of which 13 are among the 64 of seed 11, each of these of another family.
-The width is chosen on their steps on the 3090; of those on the 4090 83 % are inside.
+set no constant; those of seed 0 did, of which 13 are among the 64 of seed 11, each of another family. The
+width is chosen on the steps of these on the 3090; of those on the 4090 83 % are inside.
 
 By file the intervals hold 74 to 89 % of all draws' steps, of which 3.7 % is the standard deviation of chance.
 An earlier draw of 50 models seemed to say that they were too wide (81 and 87 %): of the models of other
