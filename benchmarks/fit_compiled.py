@@ -75,7 +75,7 @@ def varied() -> None:
     same = np.corrcoef(off.T)
     forward, backward, optimizer, reference = off.std(axis=0)
     print(
-        f"{len(off)} pairs of turns: forward {forward:.0%}, backward {backward:.0%}, optimizer {optimizer:.0%},"
+        f"{len(off)} pairs of turns: forward {forward:.0%}, backward {backward:.0%}, optimizer {optimizer:.0%}"
     )
     print(f"the reference before {reference:.0%}; correlation of the forward pass with the optimizer")
     print(f"{same[0, 2]:.2f}, the backward pass {same[0, 1]:.2f}, the reference {same[0, 3]:.2f}")

@@ -69,9 +69,9 @@ OPTIMIZER_S = 24e-6
 #: graphs takes besides: guards, AOTAutograd's wrapper, the way in and out.
 #: Fitted to 26 steps that the host limits, in turn with the reference step on two H100s, over the calls that
 #: the compiler's code makes (``benchmarks/fit_compiled.py``): a model left out is 3 % off in the median, 20 %
-#: at worst. A convolution's is the mean of its three, less the kernels within them (57 us forward, 73 for both
-#: gradients); alone and without a profiler these take 20 to 50 and 35 to 110 over the host's speed, a product
-#: 12 (``benchmarks/library_calls.py``). Steps that do little but call one kernel over and over take less.
+#: at worst. A convolution's is the mean of its three, less the kernels within them (57 us forward, 73 for
+#: both gradients); alone and without a profiler these take 20 to 50 and 35 to 110 over the host's speed, a
+#: product 12 (``benchmarks/library_calls.py``). Steps that only call one kernel over and over take less.
 COMPILED_KERNEL_S = 12.5e-6
 COMPILED_CALL_S = {"gemm": 10.5e-6, "conv": 36e-6, "attention": 120e-6}
 COMPILED_OTHER_S = 26e-6
