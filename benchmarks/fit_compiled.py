@@ -74,11 +74,9 @@ def varied() -> None:
     off = np.array(pairs)
     same = np.corrcoef(off.T)
     forward, backward, optimizer, reference = off.std(axis=0)
-    print(
-        f"{len(off)} pairs of turns: forward {forward:.0%}, backward {backward:.0%}, optimizer {optimizer:.0%}"
-    )
-    print(f"the reference before {reference:.0%}; correlation of the forward pass with the optimizer")
-    print(f"{same[0, 2]:.2f}, the backward pass {same[0, 1]:.2f}, the reference {same[0, 3]:.2f}")
+    print(f"{len(off)} pairs of turns: forward {forward:.0%}, backward {backward:.0%}, the optimizer")
+    print(f"{optimizer:.0%}, the reference before {reference:.0%}; the forward pass correlates with the")
+    print(f"optimizer {same[0, 2]:.2f}, the backward pass {same[0, 1]:.2f}, the reference {same[0, 3]:.2f}")
     twice = [rows for rows in limited().values() if len(rows) > 1]
     spread = [abs(spent_s(rows[:1]) / spent_s(rows[1:]) - 1) for rows in twice]
     print(
