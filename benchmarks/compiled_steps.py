@@ -48,8 +48,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from whole_steps import COMPILED, MODELS, PADDED, PREDICTED, Measured, Run, host_scale, predicted, runs
+from whole_steps import COMPILED, MODELS, PADDED, PREDICTED, Measured, Run, predicted, runs
 
+from tilefit.cost.launch import REFERENCE_STEP_S
 from tilefit.cost.priced import priced
 from tilefit.measure.launch import reference_step
 
@@ -569,35 +570,52 @@ def foresee(name: str, anew: list[str]) -> dict[str, Any]:
     return {"gpu": name, "scales": SCALES, "rows": rows}
 
 
-def compare(measured: list[dict[str, Any]]) -> None:
-    """Print how far off the predictions were that had been made before."""
+def beside(row: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Of a row, reference steps and steps, turn by turn. Of those that did not alternate (four turns or
+    fewer), the fastest reference counts."""
+    references, steps = row["reference_turns_ms"], row.get("sustained_turns_ms") or [row["sustained_ms"]]
+    return (references if len(references) > 4 else [min(references)]), steps
+
+
+def compare(measured: list[dict[str, Any]], only: list[str]) -> None:
+    """Print how far off the predictions were that had been made before, by the medians of all turns of all
+    processes.
+
+    Args:
+        only: What the names contain of those that count; all where there is none.
+    """
     foreseen = json.loads(FORESEEN.read_text())
     off: dict[str, list[float]] = {"GPU": [], "step": [], "memory": []}
     inside: list[bool] = []
-    rows = {row["model"]: row for row in measured if "gpu_ms" in row}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in measured:
+        if "wall_ms" in row and (not only or any(each in row["model"] for each in only)):
+            rows.setdefault(row["model"], []).append(row)
     for before in foreseen["rows"]:
-        if (row := rows.get(before["model"])) is None:
+        if not (of_model := rows.get(before["model"])):
             continue
-        at = [host_scale([row]), foreseen["scales"]]
-        step_ms = float(np.interp(*at, before["step_ms"]))
-        took_ms = statistics.median(row.get("sustained_turns_ms") or [row["sustained_ms"]])
+        turns = [beside(row) for row in of_model]
+        scale = statistics.median(ms for references, _ in turns for ms in references) / (
+            1e3 * REFERENCE_STEP_S
+        )
+        took_ms = statistics.median(ms for _, steps in turns for ms in steps)
+        step_ms = float(np.interp(scale, foreseen["scales"], before["step_ms"]))
         if "interval_ms" in before:
             low_ms, high_ms = (
-                float(np.interp(*at, ends)) for ends in zip(*before["interval_ms"], strict=True)
+                float(np.interp(scale, foreseen["scales"], ends))
+                for ends in zip(*before["interval_ms"], strict=True)
             )
             inside.append(low_ms <= took_ms <= high_ms)
-        errors = (
-            before["gpu_ms"] / row["gpu_ms"] - 1,
-            step_ms / took_ms - 1,
-            before["gib"] / row["peak_gib"] - 1,
-        )
-        for each, error in zip(off.values(), errors, strict=True):
-            each.append(abs(error))
-        print(
-            f"{row['model']:40} GPU {before['gpu_ms']:7.2f} of {row['gpu_ms']:7.2f} ms ({errors[0]:+.1%})  "
-            f"step {step_ms:7.2f} of {took_ms:7.2f} ms ({errors[1]:+.1%})  "
-            f"memory {errors[2]:+.1%}"
-        )
+        said = [f"{before['model']:36} host {scale:.2f}  step {step_ms:7.2f} of {took_ms:7.2f} ms"]
+        errors = {"step": step_ms / took_ms - 1}
+        for row in of_model:
+            if row.get("gpu_ms"):
+                errors["GPU"] = before["gpu_ms"] / row["gpu_ms"] - 1
+                errors["memory"] = before["gib"] / row["peak_gib"] - 1
+                said.append(f"GPU {before['gpu_ms']:7.2f} of {row['gpu_ms']:7.2f}")
+        for kind, error in errors.items():
+            off[kind].append(abs(error))
+        print("  ".join([*said, *(f"{kind} {error:+.1%}" for kind, error in errors.items())]))
     if inside:
         print(f"in the interval: {sum(inside)} of {len(inside)} steps")
     for kind, each in off.items():
@@ -618,6 +636,50 @@ def recorded(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of turns that alternate with the reference's, to a microsecond; of its kernels the longest."""
+    found = {key: [np.round(each, 3).tolist() for each in value] if key.endswith("_turns_ms") else value
+             for key, value in row.items()}  # fmt: skip
+    listed = found.pop("kernel_list", [])
+    return {**found, **({"kernel_list": listed[:20]} if listed else {})}
+
+
+def calls(code: str) -> dict[str, int]:
+    """Calls that a graph makes in the code that Inductor wrote, and the tensors that it is given."""
+    body = code[code.index("def call(") :]
+    named = re.findall(r"extern_kernels\.(\w+)\(|ops\.aten\.(\w+?)\.default\(", body)
+    counts = collections.Counter(first or second for first, second in named)
+    found = {name: count for name, count in counts.items() if "_attention" not in name}
+    arguments = re.search(r"\n\s+(.*?) = args\n", body, re.DOTALL)
+    return {
+        **found,
+        "run": body.count(".run("),
+        "attention": counts.total() - sum(found.values()),
+        "given": arguments.group(1).count(",") + 1 if arguments else 0,
+    }
+
+
+def with_calls(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """Rows with the calls of the code that was kept with them (``code.tar.gz``), and their parameters."""
+    found: dict[str, dict[str, collections.Counter[str]]] = {}
+    with tarfile.open(path) as archive:
+        for member in archive.getmembers():
+            file = archive.extractfile(member)
+            assert file is not None
+            text = file.read().decode()
+            graph = "backward" if "tangents_1" in text or "convolution_backward" in text else "forward"
+            graphs = found.setdefault(member.name.partition("/")[0], {})
+            graphs.setdefault(graph, collections.Counter()).update(calls(text))
+    known = {run.label: run for run in runs(False, True)}
+    for row in rows:
+        graphs = found.get(folder(row["model"]).name, {})
+        if "wall_ms" in row and len(graphs) == 2:
+            model = known[row["model"]].load("meta").model
+            trained = sum(parameter.requires_grad for parameter in model.parameters())
+            row["calls"] = {**graphs, "parameters": trained}
+    return rows
+
+
 def pack(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """A result: kernels grouped by name, without the smallest three percent of the time, one row a line.
 
@@ -626,8 +688,11 @@ def pack(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """
     lines = []
     for row in rows:
-        if "gpu_ms" not in row:
+        if "wall_ms" not in row:
             lines.append({"model": row["model"], "failure": row["failure"]})
+            continue
+        if "eager" not in row:
+            lines.append(rounded(row))
             continue
         eager, graphs = row.pop("eager"), row.pop("graphs")
         grouped: dict[str, list[float]] = {}
@@ -681,14 +746,17 @@ def main() -> None:
     )
     parser.add_argument("--times-alone", action="store_true", help="of these, without kernels and memory")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a trial")
-    parser.add_argument("--pack", type=Path, help="rows to make a result of, at --out")
+    parser.add_argument("--pack", type=Path, nargs="+", help="rows to make a result of, at --out")
+    parser.add_argument("--code", type=Path, help="the code of these rows, whose calls are counted")
     parser.add_argument("--predict", action="store_true", help="write predictions of steps to be measured")
     parser.add_argument("--gpu", default="h100-sxm", help="the GPU to predict for")
-    parser.add_argument("--compare", type=Path, help="rows to compare with what was predicted")
+    parser.add_argument("--compare", type=Path, nargs="+", help="rows to compare with what was predicted")
     parser.add_argument("--about", type=json.loads, default={}, help="what the result says of these rows")
     options = parser.parse_args()
     if options.pack:
-        options.out.write_text(pack(recorded(options.pack), options.about))
+        rows = [row for path in options.pack for row in recorded(path)]
+        rows = with_calls(rows, options.code) if options.code else rows
+        options.out.write_text(pack(rows, options.about))
         return
     names = options.only.split(",")
     if options.predict:
@@ -697,7 +765,7 @@ def main() -> None:
         )
         return
     if options.compare:
-        compare(recorded(options.compare))
+        compare([row for path in options.compare for row in recorded(path)], [each for each in names if each])
         return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")
