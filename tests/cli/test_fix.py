@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from tilefit.capture.child import capture_target
-from tilefit.errors import TilefitError
-from tilefit.fixes.source import patches
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
 from tilefit.session import fixing
@@ -55,14 +52,6 @@ def make_step():
 
     return step
 """
-_LOOP = """
-from torch.optim import SGD
-
-def train(model, x):
-    optimizer = SGD(model.parameters(), lr=0.1)
-    model(x).sum().backward()
-    optimizer.step()
-"""
 _ARGUMENTS = ("--gpu", "h200", "--amp", "bf16", "--fused-optimizer", "--select", "ALN,NTC003", "--no-verify")
 
 
@@ -74,17 +63,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         with redirect_stdout(sys.stderr):
             return capture_target(target, options)
 
-    def several(
-        target: str, options: Sequence[TargetOptions], timeout_s: float
-    ) -> Iterator[Step | TilefitError]:
-        for each in options:
-            try:
-                yield captured(target, each, timeout_s)
-            except TilefitError as error:
-                yield error
-
     monkeypatch.setattr(fixing, "capture_in_child", captured)
-    monkeypatch.setattr(patches, "captures_in_child", several)
     path = tmp_path / "train.py"
     path.write_text(_SCRIPT)
     return path
@@ -277,21 +256,3 @@ def test_in_processes_of_its_own(tilefit, tmp_path: Path) -> None:
     assert ran.code == 1
     assert "loading" not in ran.out
     assert "Net(4096), torch.empty(16384, 2048)" in (tmp_path / "train.py").read_text()
-
-
-@pytest.mark.parametrize(
-    ("loop", "options", "optimizer"),
-    [
-        (_LOOP, (), "SGD"),
-        (_LOOP.replace("lr=0.1", "lr=0.1, fused=True"), (), "fused SGD"),
-        (_LOOP, ("--optimizer", "adamw"), "AdamW"),
-        (_LOOP + _LOOP.replace("SGD", "AdamW"), (), "AdamW"),  # which of the two is not known
-    ],
-)
-def test_a_model_is_priced_with_the_optimizer_of_its_own_files(
-    tilefit, script: Path, loop: str, options: tuple[str, ...], optimizer: str
-) -> None:
-    script.write_text(_SCRIPT.partition("\n\ndef make_step")[0] + loop)
-    options = ("--gpu", "h200", "--select", "NTC003", "--no-verify", *options)
-    ran = tilefit("fix", f"{script}:build", *options)
-    assert f" · {optimizer} · " in ran.out.splitlines()[1]

@@ -14,9 +14,10 @@ from tilefit import gpus
 from tilefit.capture.naming import program_file
 from tilefit.cost.priced import resolve
 from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.source.loops import at_once
 from tilefit.fixes.source.patches import texts_of
 from tilefit.fixes.source.program import Files
-from tilefit.fixes.source.training import WRITERS, at_once
+from tilefit.fixes.source.training import WRITERS
 from tilefit.ops import OPTIMIZER, Fallback, HostEvent, Loader, Site, StepOp, Streaming
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT, Program
 from tilefit.options import ProgramOptions, Selection, TargetOptions

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import libcst as cst
 from torch import nn
 
+from tilefit.capture.sites import made_at
 from tilefit.fixes.changes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import Change
-from tilefit.fixes.source.program import Program, users_call
+from tilefit.fixes.source.program import Loaded
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.values import Place
 from tilefit.rules import Finding
@@ -18,26 +17,15 @@ from tilefit.rules.base import Context
 from tilefit.rules.sites import pattern
 
 
-def write_features(finding: Finding, context: Context, program: Program) -> Change:
-    """``nn.Linear(768, 1023)``: 1024, in every module that has the size."""
-    return _padded(finding, context, program, vocabularies=False)
-
-
-def write_vocabulary(finding: Finding, context: Context, program: Program) -> Change:
-    """``vocab_size=50257``: 50304."""
-    return _padded(finding, context, program, vocabularies=True)
-
-
-def _padded(finding: Finding, context: Context, program: Program, *, vocabularies: bool) -> Change:
-    """Sizes that count tokens or classes, or all others."""
-    group = _group(finding, context, vocabularies)
+def write_sizes(finding: Finding, context: Context, program: Loaded) -> Change:
+    """``nn.Linear(768, 1023)``: 1024, in every module that has the size; ``vocab_size=50257``: 50304."""
+    group = _group(finding, context)
     sizes, _, _ = group.padded(context)
     fed = {size for size in sizes if any(_has_width(text, size) for text in context.step.inputs)}
     literals: dict[cst.Integer, tuple[Syntax, int]] = {}
     for old, new in sizes.items():
         for path, line, column in sorted(_places(old, group, program)) if old not in fed else ():
-            syntax = program.syntax(path)
-            program.require_own(syntax)
+            syntax = program.own_syntax(path)
             literals[syntax.integer_at(line, column)] = syntax, new
     refuse(not literals, f"{' and '.join(map(str, sizes))} is the width of the data: pad the data")
     edits, changed = [], {}
@@ -54,53 +42,40 @@ def _padded(finding: Finding, context: Context, program: Program, *, vocabularie
     )
 
 
-def _group(finding: Finding, context: Context, vocabularies: bool) -> Group:
+def _group(finding: Finding, context: Context) -> Group:
+    """The layers of a finding: of those that count tokens or classes, it names the ones that score them."""
     for group in designed(context.step):
-        layers = [
-            layer
-            for layer in group.layers
-            if not vocabularies or layer.out_features == max(group.vocabularies, default=0)
-        ]
-        if bool(group.vocabularies) == vocabularies and (
-            pattern(layer.module for layer in layers) == finding.module
-        ):
+        scored = max(group.vocabularies, default=0)
+        named = [layer.module for layer in group.layers if scored in (0, layer.out_features)]
+        if (finding.code == "ALN002") == bool(scored) and pattern(named) == finding.module:
             return group
     raise RefusedError("its layers are not found again")
 
 
-def _places(size: int, group: Group, program: Program) -> set[Place]:
-    """Where the size is written, for every module that has it."""
+def _places(size: int, group: Group, program: Loaded) -> set[Place]:
+    """Where the size is written that the constructors were given of every module that has it.
+
+    Raises:
+        RefusedError: one was given it from elsewhere.
+    """
     layers = [layer.module for layer in group.layers if size in (layer.in_features, layer.out_features)]
     modules = {path: program.module(path) for path in layers}
     for model in program.models.values():
         for path, module in model.named_modules():
-            if not isinstance(module, nn.Linear) and any(
-                size in p.shape for p in module.parameters(recurse=False)
-            ):
+            own = [p for p in module.parameters(recurse=False) if size in p.shape]
+            if own and not isinstance(module, nn.Linear):
                 modules[path] = module
-    return {place for path, module in modules.items() for place in _of_module(path, module, size, program)}
-
-
-def _of_module(path: str, module: nn.Module | None, size: int, program: Program) -> set[Place]:
-    """Where the size is written that a module's constructors were given.
-
-    Raises:
-        RefusedError: nowhere.
-    """
-    if module is None:
-        raise RefusedError(f"{path} is not a module of the program")
-    chain = program.births.of(module)
-    refuse(not chain, f"nobody saw who made {path} (a copy)")
-    if found := program.births.places(module, size):
-        return found
-    maker = next((caller for caller in chain if not caller.of_constructor), None)
-    if maker is not None and not maker.is_users:
-        reason = f"it is the library's ({Path(maker.path).name}), and an argument there may set it"
-    else:
-        reason = "it is computed, or comes from elsewhere"
-    _, caller = users_call(chain)
-    name = program.syntax(caller.path).file.name
-    raise RefusedError(f"{size} is not written in your files for {name}:{caller.line}: {reason}")
+    places = set()
+    for path, module in modules.items():
+        written = {each.place for each in program.given.get(id(module), ()) if each == size}
+        if not written:
+            made = (module is not None and made_at(module)) or "a line that was not seen"
+            raise RefusedError(
+                f"{size}, with which {made} makes {path}, is not written in your files: it is computed, or "
+                "comes from elsewhere, such as a library's default that an argument may set"
+            )
+        places |= written
+    return places
 
 
 def _name(syntax: Syntax, literal: cst.Integer) -> str:

@@ -67,6 +67,10 @@ class Syntax:
         """The line a node begins on."""
         return int(self._positions[node].start.line)
 
+    def where(self, node: cst.CSTNode) -> str:
+        """File and line, for a message: ``train.py:12``."""
+        return f"{self.file.name}:{self.line(node)}"
+
     def code(self, node: cst.CSTNode) -> str:
         """A node as it is written."""
         return self.file.text[self.start(node) : self.stop(node)]
@@ -95,6 +99,14 @@ class Syntax:
             found = [node for node in self._positions if isinstance(node, kind)]
             self._kinds[kind] = sorted(found, key=self.start)
         return self._kinds[kind]
+
+    def on_line(self, kind: type[Node], line: int) -> list[Node]:
+        """The nodes of a kind that a line is a part of, the outermost first."""
+        return [n for n in self.all(kind) if self.line(n) <= line <= self.file.line_of(self.stop(n))]
+
+    def names(self, *within: cst.CSTNode) -> set[str]:
+        """All names that nodes contain."""
+        return {name.value for each in within for name in self.all(cst.Name, each)}
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """The node that a node is part of."""

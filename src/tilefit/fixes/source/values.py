@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,8 @@ from tilefit.capture.packages import is_installed
 Place = tuple[str, int, int]
 #: What holds more is data, no configuration.
 _MOST_HELD = 1000
+#: By the id of a module, the numbers that its constructors were given.
+Given = dict[int, list["Written"]]
 
 
 class Written(int):
@@ -40,7 +43,7 @@ class Written(int):
         return written
 
 
-def written_in(value: Any, depth: int = 3) -> Iterator[Written]:
+def _written_in(value: Any, depth: int = 3) -> Iterator[Written]:
     """The numbers that a value is, or holds: in tuples, lists, dictionaries and attributes."""
     if isinstance(value, Written):
         yield value
@@ -48,13 +51,14 @@ def written_in(value: Any, depth: int = 3) -> Iterator[Written]:
         held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         held = value if isinstance(value, tuple | list) else list(held.values())
         for each in held if len(held) < _MOST_HELD else ():
-            yield from written_in(each, depth - 1)
+            yield from _written_in(each, depth - 1)
 
 
 @contextmanager
-def followed(values: Collection[int]) -> Iterator[None]:
-    """Within the block, literals of these values in files that are imported are :class:`Written`."""
-    original = SourceFileLoader.get_code
+def followed(values: Collection[int]) -> Iterator[Given]:
+    """Within the block, literals of these values in files that are imported are :class:`Written`; it is told
+    which modules are given them."""
+    original, plain, given = SourceFileLoader.get_code, nn.Module.__init__, Given()
 
     def get_code(self: SourceFileLoader, name: str) -> CodeType | None:
         path = self.get_filename(name)
@@ -63,8 +67,16 @@ def followed(values: Collection[int]) -> Iterator[None]:
         tree = _Following(os.path.realpath(path), values).visit(ast.parse(self.get_data(path), path))
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
-    with patch.object(SourceFileLoader, "get_code", get_code):
-        yield
+    def noted(module: nn.Module, *args: Any, **keywords: Any) -> None:
+        given[id(module)] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")) is module:
+            given[id(module)] += _written_in(dict(frame.f_locals))  # a constructor, or what one calls
+            frame = frame.f_back
+        plain(module, *args, **keywords)
+
+    with patch.object(SourceFileLoader, "get_code", get_code), patch.object(nn.Module, "__init__", noted):
+        yield given
 
 
 class _Following(ast.NodeTransformer):
