@@ -305,27 +305,24 @@ class _Planner:
         return any(self._best_taken(stage) for stage in (Stage.MODEL, Stage.RUN))
 
     def _best_taken(self, stage: Stage) -> bool:
-        waiting = sorted(self._proposals(self.now, stage), key=self._known_gain_s, reverse=True)
+        waiting = {each.key: each for each in self._proposals(self.now, stage)}
         tried: dict[tuple[str, ChangeSet], _State] = {}
         while waiting:
-            proposal = waiting.pop(0)
-            if proposal.key not in tried:
-                after = self._tried(self.now, proposal)
-                if after is None:
-                    continue
-                tried[proposal.key] = after
-                self._gains[proposal.key] = _gain(self.now, after)[0]
-                waiting[:0] = self._called_for(proposal, after)
-                if waiting and self._gains[proposal.key] < self._known_gain_s(waiting[0]):
-                    waiting.append(proposal)
-                    waiting.sort(key=self._known_gain_s, reverse=True)
-                    continue
-            if self._is_worth(proposal, tried[proposal.key]):
-                self.states.append(tried[proposal.key])
-                # Beside what was made since it may pay where it did not.
-                mine = proposal.fix.name, proposal.change.modules
-                self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
-                return True
+            best = max(waiting, key=lambda key: self._gains.get(key, float("inf")))
+            proposal = waiting[best]
+            if best in tried:
+                del waiting[best]
+                if self._is_worth(proposal, tried[best]):
+                    self.states.append(tried[best])
+                    # Beside what was made since it may pay where it did not.
+                    mine = proposal.fix.name, proposal.change.modules
+                    self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
+                    return True
+            elif (after := self._tried(self.now, proposal)) is None:
+                del waiting[best]
+            else:
+                tried[best], self._gains[best] = after, _gain(self.now, after)[0]
+                waiting |= {each.key: each for each in self._called_for(proposal, after)}
         return False
 
     def fit(self) -> None:
@@ -341,9 +338,6 @@ class _Planner:
             if after is not None:
                 need, has = map(units.capacity, (after.step.memory.peak_bytes, budget_bytes))
                 self.reject(proposal, f"the step would still need {need}, and may take {has}")
-
-    def _known_gain_s(self, proposal: Proposal) -> float:
-        return self._gains.get(proposal.key, float("inf"))
 
     def _proposals(self, state: _State, stage: Stage) -> Iterator[Proposal]:
         """What fixes of a stage would change, but for what was found unfit."""

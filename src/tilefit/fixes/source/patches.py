@@ -22,32 +22,17 @@ from tilefit.rules.base import Context
 
 
 @dataclass(frozen=True)
-class Patch:
+class Patch(Change):
     """A change of the user's files that was tried.
 
     Attributes:
         code: The rule it answers.
-        level: ``safe`` or ``unsafe``.
-        where: File and line.
-        summary: What is written.
-        note: What the user must know before writing it; may be empty.
         gain_s: Predicted saving per step, on top of the patches before it: the changed program was captured
-            again, told of what it does in lines that the captured step does not run.
-        change: The edits.
+            again.
     """
 
-    code: str
-    level: str
-    where: str
-    summary: str
-    note: str
-    gain_s: float
-    change: Change
-
-    @classmethod
-    def of(cls, code: str, change: Change, gain_s: float) -> Patch:
-        """One that answers a rule."""
-        return cls(code, change.level, change.where, change.summary, change.note, gain_s, change)
+    code: str = ""
+    gain_s: float = 0.0
 
 
 class ByHand(NamedTuple):
@@ -76,14 +61,14 @@ class Patches:
 
     def texts(self) -> dict[SourceFile, str]:
         """The changed files with their new texts."""
-        return texts_of([patch.change for patch in self.made])
+        return texts_of(self.made)
 
     def diff(self) -> bytes:
         """A unified diff of all files, each in its own encoding, headed by what it does."""
         parts = []
         for file, text in self.texts().items():
             for patch in self.made:
-                if any(syntax.file is file for syntax in patch.change.edits):
+                if any(syntax.file is file for syntax in patch.edits):
                     head = f"{patch.code} ({patch.level}): {patch.summary}"
                     for line in (head, *([f"  {patch.note}"] if patch.note else [])):
                         parts.append(f"# {line}\n".encode(file.encoding, errors="replace"))
@@ -171,7 +156,7 @@ class Trial(NamedTuple):
                     if after.step.memory.peak_bytes <= self.budget_bytes:
                         gain_s = before.estimate.time_s - after.estimate.time_s
                         note = f"it takes {need} at once, not {units.capacity(before.step.memory.peak_bytes)}"
-                        return Patch.of("BAT002", replace(change, note=note), gain_s)
+                        return Patch(**{**vars(change), "note": note}, code="BAT002", gain_s=gain_s)
                     reason = f"with {change.summary} it would still need {need}, and may take {has}"
         except RefusedError as refused:
             return refused.what
@@ -204,19 +189,20 @@ def propose(context: Context, trial: Trial) -> Patches:
         by_hand = []
         # What was left out before may be worth it on top of others.
         for finding, change in [each for code in codes for each in written.get(code, ())]:
-            kept = [patch.change for patch in made]
-            if change in kept:
-                continue
-            after = change if isinstance(change, str) else trial.with_one_more(kept, change, context)
-            if isinstance(after, str) or isinstance(change, str):
-                by_hand.append(ByHand(finding, str(after)))
-                continue
-            made.append(Patch.of(finding.code, change, context.estimate.time_s - after.estimate.time_s))
-            context = after
+            if isinstance(change, str):
+                by_hand.append(ByHand(finding, change))
+            elif all(patch.edits is not change.edits for patch in made):
+                after = trial.with_one_more(made, change, context)
+                if isinstance(after, str):
+                    by_hand.append(ByHand(finding, after))
+                    continue
+                gain_s = context.estimate.time_s - after.estimate.time_s
+                made.append(Patch(**vars(change), code=finding.code, gain_s=gain_s))
+                context = after
         if context is before:
             break
     others = tuple(code for code in codes if code not in trial.writers)
-    fitted = trial.fitted([patch.change for patch in made], on_lines_of_files(context), context)
+    fitted = trial.fitted(made, on_lines_of_files(context), context)
     if isinstance(fitted, Patch):
         return Patches((*made, fitted), tuple(by_hand), others)
     large = [ByHand(finding, fitted) for finding in found if fitted and finding.code == "BAT002"]
