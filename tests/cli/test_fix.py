@@ -128,8 +128,9 @@ def test_a_finding_that_its_fix_does_not_reach_is_left_to_the_user(tilefit, scri
 
 
 def test_what_is_only_done_at_run_time_is_told_where_files_are_wanted(tilefit, script: Path) -> None:
-    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--diff")
-    assert "4095 -> 4096 in train.py:18 is unsafe: --level unsafe" in " ".join(ran.err.split())
+    ran = tilefit("fix", "train.py:build", "--gpu", "h200", "--select", "NTC003", "--no-verify", "--diff")
+    assert "fuse-optimizer" not in ran.out
+    assert "is no file of yours that was run" in " ".join(ran.err.split())
 
 
 def test_a_function_is_told_of_what_is_done_to_models_in_the_order_of_a_check(tilefit, script: Path) -> None:
@@ -164,52 +165,52 @@ def test_every_fix_is_proven_unless_told_not_to(tilefit, script: Path) -> None:
     assert plan["verification"]["ok"]
 
 
+_OF_STEP = ("train.py:make_step", "--gpu", "h200", "--select", "NTC003")
+_FUSED = _SCRIPT.replace("net.parameters())", "net.parameters(), fused=True)")
+
+
 def test_what_the_script_prints_does_not_mix_with_the_answer(tilefit, script: Path) -> None:
-    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--output-format", "json")
+    ran = tilefit("fix", *_OF_STEP, "--output-format", "json")
     data = json.loads(ran.out)
     assert "loading" in ran.err
-    assert [patch["summary"] for patch in data["patches"]] == ["4095 -> 4096"]
+    assert [(patch["code"], patch["summary"]) for patch in data["patches"]] == [("NTC003", "fused=True")]
 
 
 def test_a_diff_is_a_patch_for_git(tilefit, script: Path) -> None:
-    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--diff")
+    ran = tilefit("fix", *_OF_STEP, "--diff")
     assert ran.code == 1
-    assert "tilefit.optimize(model, inputs" in ran.err
     subprocess.run(["git", "apply"], input=ran.out, text=True, check=True)
-    assert script.read_text() == _SCRIPT.replace("Net(4095)", "Net(4096)")
+    assert script.read_text() == _FUSED
 
 
 def test_write_changes_the_file_once(tilefit, script: Path) -> None:
-    first = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--write")
+    first = tilefit("fix", *_OF_STEP, "--write")
     assert first.code == 1
     assert "Written to train.py" in first.out
-    assert script.read_text() == _SCRIPT.replace("Net(4095)", "Net(4096)")
-    again = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--write")
+    assert script.read_text() == _FUSED
+    again = tilefit("fix", *_OF_STEP, "--write")
     assert (again.code, "Nothing to fix." in again.out) == (0, True)
-    assert script.read_text() == _SCRIPT.replace("Net(4095)", "Net(4096)")
-
-
-def test_a_function_has_its_source_changed(tilefit, script: Path) -> None:
-    ran = tilefit("fix", "train.py:make_step", "--gpu", "h200", "--select", "NTC003", "--write")
-    assert ran.code == 1
-    assert "AdamW(net.parameters(), fused=True)" in script.read_text()
+    assert script.read_text() == _FUSED
 
 
 def test_markdown_has_the_table_and_the_patch(tilefit, script: Path) -> None:
-    out = tilefit(
-        "fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--output-format", "markdown"
-    ).out
+    out = tilefit("fix", "train.py:build", *_ARGUMENTS, "--output-format", "markdown").out
     assert "| fix | saves |" in out
+    out = tilefit("fix", *_OF_STEP, "--output-format", "markdown").out
     assert "```diff" in out
-    assert "+    return Net(4096), torch.empty(16384, 2048)" in out
+    assert "+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)" in out
 
 
 def test_a_page_shows_the_fixes_and_the_patch(tilefit, script: Path, tmp_path: Path) -> None:
-    tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--output-file", "fix.html")
+    tilefit("fix", "train.py:build", *_ARGUMENTS, "--output-file", "fix.html")
     page = (tmp_path / "fix.html").read_text()
     assert '<td class="text">pad-linear</td>' in page or "<td>pad-linear</td>" in page
-    assert "+    return Net(4096), torch.empty(16384, 2048)\n" in page
     assert "tilefit.optimize(model, inputs" in page
+    tilefit("fix", *_OF_STEP, "--output-file", "step.html")
+    assert (
+        "+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)\n"
+        in (tmp_path / "step.html").read_text()
+    )
 
 
 def test_the_text_goes_to_a_file(tilefit, script: Path, tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_the_project_settles_what_is_fixed(tilefit, script: Path, tmp_path: Path
 
 def test_in_processes_of_its_own(tilefit, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
-    ran = tilefit("fix", "train.py:build", *_ARGUMENTS, "--level", "unsafe", "--write")
+    ran = tilefit("fix", *_OF_STEP, "--write")
     assert ran.code == 1
     assert "loading" not in ran.out
-    assert "Net(4096), torch.empty(16384, 2048)" in (tmp_path / "train.py").read_text()
+    assert (tmp_path / "train.py").read_text() == _FUSED

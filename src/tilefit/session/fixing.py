@@ -107,14 +107,14 @@ class FixSession:
     @cached_property
     def loaded(self) -> Loaded:
         """The target, loaded in this process."""
-        step = self._first  # what does not run is told by the child process, before it is loaded in this one
-        assert step is not None
-        from tilefit.fixes.source.program import Loaded, sizes_of
+        assert self._first  # what does not run is told by the child process, before it is loaded in this one
+        from tilefit.fixes.source.program import Loaded
 
         options = self.request.options
         with self._stage("Choosing fixes"):
-            real = options.on_cpu or self.request.measure
-            return Loaded(self.request.target, replace(options, on_cpu=real), sizes_of(step))
+            return Loaded(
+                self.request.target, replace(options, on_cpu=options.on_cpu or self.request.measure)
+            )
 
     @cached_property
     def assessment(self) -> Assessment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,8 @@ from tilefit.capture.targets import Target, load
 from tilefit.fixes.changes.fix import refuse
 from tilefit.fixes.source.file import SourceFile
 from tilefit.fixes.source.syntax import Syntax
-from tilefit.fixes.source.values import followed
-from tilefit.ops import Program, Recurrent, Step
+from tilefit.ops import Program, Step
 from tilefit.options import TargetOptions
-from tilefit.rules.layers import linears
-
-#: What sizes are a multiple of that are aligned in every element type: 16 bytes of fp8.
-_ALIGNED = 16
 
 
 class Files:
@@ -96,29 +91,19 @@ class Files:
         return not is_installed(str(path)) and any(path.is_relative_to(folder) for folder in folders)
 
 
-def sizes_of(step: Step) -> set[int]:
-    """Sizes of a step's layers that are misaligned in some element type."""
-    recurrent = [entry.op for entry in step.ops if isinstance(entry.op, Recurrent)]
-    sizes = {size for layer in linears(step) for size in (layer.in_features, layer.out_features)}
-    sizes |= {size for op in recurrent for size in (op.input_size, op.hidden_size, op.proj_size)}
-    return {size for size in sizes if size % _ALIGNED}
-
-
 class Loaded(Files):
     """A target that is a model or a function, loaded; a function runs once.
 
     Attributes:
         target: The model and its inputs.
         models: The models that ran, by what the paths of their modules begin with.
-        given: The numbers that modules were made with, where they are written in files.
 
     Args:
         name: As the user typed it.
         options: How it is loaded.
-        sizes: Numbers of which it is to be known where they are written.
     """
 
-    def __init__(self, name: str, options: TargetOptions, sizes: Collection[int] = ()) -> None:
+    def __init__(self, name: str, options: TargetOptions) -> None:
         self.models: dict[str, nn.Module] = {}
         self._optimizers: dict[str, None] = {}
         self._calls: dict[str, None] = {}
@@ -129,8 +114,7 @@ class Loaded(Files):
             made(optimizer, *args, **keywords)
             self._optimizers[self._sites.source_line()] = None
 
-        watched = patch.object(torch.optim.Optimizer, "__init__", noted)
-        with noting_makers(), watched, followed(sizes) as self.given:
+        with noting_makers(), patch.object(torch.optim.Optimizer, "__init__", noted):
             self.target: Target = load(name, options)
             model = self.target.model
             if isinstance(model, nn.Module):
@@ -149,15 +133,6 @@ class Loaded(Files):
     def seen(self, step: Step) -> Program:
         """Of a function: the optimizers that it made, and the calls of its models."""
         return replace(super().seen(step), optimizers=tuple(self._optimizers), models=tuple(self._calls))
-
-    def module(self, path: str) -> nn.Module | None:
-        """The module at a path of a finding; None where the program has none there."""
-        for prefix, model in reversed(self.models.items()):
-            if path.startswith(prefix):
-                modules: dict[str, nn.Module] = dict(model.named_modules())
-                if (module := modules.get(path.removeprefix(prefix))) is not None:
-                    return module
-        return None
 
 
 def _file_of(target: str) -> Path:

@@ -131,16 +131,8 @@ class Syntax:
 
     def call_ending(self, line: int, utf8_column: int) -> cst.Call | None:
         """The call whose closing parenthesis is just before a position, as Python's bytecode gives it."""
-        return self._calls.get((line, self._column(line, utf8_column)))
-
-    def integer_at(self, line: int, utf8_column: int) -> cst.Integer:
-        """The number that begins at a position, as Python's compiler gives it."""
-        place = self.file.offset(line, self._column(line, utf8_column))
-        return next(node for node in self.all(cst.Integer) if self.start(node) == place)
-
-    def _column(self, line: int, utf8_column: int) -> int:
-        """The characters before a position."""
-        return len(self.file.line(line).encode()[:utf8_column].decode(errors="replace"))
+        characters = len(self.file.line(line).encode()[:utf8_column].decode(errors="replace"))
+        return self._calls.get((line, characters))
 
     # ---- names -----------------------------------------------------------------------------
 

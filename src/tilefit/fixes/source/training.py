@@ -14,7 +14,6 @@ from tilefit.fixes.source.loops import write_loop_at_once
 from tilefit.fixes.source.places import beside_optimizers, line_at, optimizers, statements, where_made
 from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.settings import write_autocast, write_tf32
-from tilefit.fixes.source.sizes import write_sizes
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.ops.program import TO_GPU, TO_HOST
 from tilefit.rules import Finding
@@ -228,7 +227,4 @@ WRITERS: dict[str, Write] = {
     "SYN002": _copies_unwaited,
 }
 #: Into the files of a target that is a model or a function: it is captured on shapes, where none is compiled.
-WRITERS_OF_LOADED: dict[str, Write] = {
-    **{code: WRITERS[code] for code in ("LAY001", "NTC003", "PRC001", "PRC002")},
-    **dict.fromkeys(("ALN001", "ALN002"), write_sizes),
-}
+WRITERS_OF_LOADED = {code: WRITERS[code] for code in ("LAY001", "NTC003", "PRC001", "PRC002")}
