@@ -130,7 +130,7 @@ def test_a_finding_that_its_fix_does_not_reach_is_left_to_the_user(tilefit, scri
 def test_what_is_only_done_at_run_time_is_told_where_files_are_wanted(tilefit, script: Path) -> None:
     ran = tilefit("fix", "train.py:build", "--gpu", "h200", "--select", "NTC003", "--no-verify", "--diff")
     assert "fuse-optimizer" not in ran.out
-    assert "is no file of yours that was run" in " ".join(ran.err.split())
+    assert "which line makes, calls or trains it is not known" in " ".join(ran.err.split())
 
 
 def test_a_function_is_told_of_what_is_done_to_models_in_the_order_of_a_check(tilefit, script: Path) -> None:

@@ -104,7 +104,6 @@ def request_for(*codes: str) -> FixRequest:
     [
         ("NTC003", "torch.optim", "safe", "lr=1e-3\n", "lr=1e-3, fused=True\n"),
         ("NTC001", "loss = model", "safe", "\n)\n", "\n)\nmodel.compile()\n"),
-        ("GRD001", "zero_grad", "unsafe", "set_to_none=False", "set_to_none=True"),
         ("ANO001", "anomaly", "unsafe", "anomaly(True)", "anomaly(False)"),
         ("SYN001", "total +=", "unsafe", "loss.item()", "loss.detach()"),
         (
@@ -178,6 +177,23 @@ def test_a_model_is_known_by_the_groups_of_its_parameters(tmp_path: Path, groups
     assert (level, text) == ("safe", f"{before}{groups}optimizer ={after}")
 
 
+@pytest.mark.parametrize(
+    ("parts", "compiled"),
+    [
+        ("[{'params': model.a.parameters()}, {'params': model.b.parameters(), 'lr': 1e-4}]", "model"),
+        ("model.module.parameters()", "model.module"),
+        ("other.a.parameters()", "other.a"),
+    ],
+)
+def test_of_parts_of_a_model_that_is_called_the_model_is_compiled(
+    tmp_path: Path, parts: str, compiled: str
+) -> None:
+    text = _TRAIN.replace("model.parameters(), lr", f"{parts}, lr")
+    assert written(tmp_path, "NTC001", text, "loss = model")[1] == text.replace(
+        "\n)\n", f"\n)\n{compiled}.compile()\n"
+    )
+
+
 def test_of_groups_of_many_models_none_is_taken(tmp_path: Path) -> None:
     groups = "groups = [p for each in models for p in each.parameters()]\noptimizer ="
     text = _TRAIN.replace("model.parameters(), lr", "groups, lr").replace("optimizer =", groups)
@@ -248,7 +264,7 @@ def test_a_model_of_unknown_origin_is_not_compiled(tmp_path: Path, old: str, new
 
 
 def test_a_model_whose_call_was_not_seen_is_not_compiled(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="no file of yours"):
+    with pytest.raises(RefusedError, match="is not known"):
         written(tmp_path, "NTC001", _EVALUATE.replace("= model(", "= (model)("), "guess =")
 
 

@@ -115,7 +115,7 @@ def _named(name: str, paths: Sequence[str], modules: Mapping[str, str]) -> str:
             found += [_accessed(name, path, modules) for path in group]
             continue
         numbers = sorted(int(path.rpartition(".")[2]) for path in group)
-        last = max(int(n) for path in modules if (n := _element(path, parent)).isdigit())
+        last = max(int(path.rpartition(".")[2]) for path in modules if _list_of(path, modules) == parent)
         for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
             own = [number for _, number in run]
             begin, end = (own[0] or ""), ("" if own[-1] == last else own[-1] + 1)
@@ -129,11 +129,6 @@ def _named(name: str, paths: Sequence[str], modules: Mapping[str, str]) -> str:
 def _list_of(path: str, modules: Mapping[str, str]) -> str:
     parent, _, last = path.rpartition(".")
     return parent if last.isdigit() and modules.get(parent) in _LISTS else ""
-
-
-def _element(path: str, parent: str) -> str:
-    head, _, last = path.rpartition(".")
-    return last if head == parent else ""
 
 
 def _accessed(name: str, path: str, modules: Mapping[str, str]) -> str:

@@ -28,8 +28,8 @@ def line_at(source: str, files: Files) -> tuple[Syntax, int]:
         RefusedError: it is not the user's to change.
     """
     name, _, line = source.rpartition(":")
-    is_file = bool(name) and Path(name).is_file()
-    refuse(not is_file, f"{source or 'what makes, calls or trains it'} is no file of yours that was run")
+    refuse(not name, "which line makes, calls or trains it is not known: none was run")
+    refuse(not Path(name).is_file(), f"{source} is no file of yours")
     return files.own_syntax(name), int(line)
 
 
@@ -118,7 +118,7 @@ def beside_optimizers(program: Program, files: Files, behind: bool) -> Iterator[
     for syntax, call in optimizers(program, files) if program.optimizers else ():
         statement = syntax.around(call, cst.SimpleStatementLine)
         given = [*_given(syntax, call)]
-        models = {name: None for node in given for name in _asked(syntax, node)}
+        models = {_whole(name, program, files): None for node in given for name in _asked(syntax, node)}
         loops = [loop.target for node in given for loop in syntax.all(cst.CompFor, node)]
         if statement is None or not models or models.keys() & syntax.names(*loops):
             raise RefusedError(
@@ -134,6 +134,19 @@ def _asked(syntax: Syntax, node: cst.CSTNode) -> Iterator[str]:
         match call.func:
             case cst.Attribute(value=model, attr=cst.Name(value="parameters" | "named_parameters")):
                 yield syntax.code(model)
+
+
+def _whole(name: str, program: Program, files: Files) -> str:
+    """Of a part, ``net.conv``, of a model that is called the model, ``net``; of a replica what it wraps."""
+    for source in program.models:
+        try:
+            syntax, call = call_at(source, files)
+        except RefusedError:
+            continue
+        called = syntax.code(call.func)
+        if (part := name.removeprefix(f"{called}.")) != name:
+            return f"{called}.module" if part.partition(".")[0] == "module" else called
+    return name
 
 
 def _given(syntax: Syntax, call: cst.Call) -> Iterator[cst.CSTNode]:

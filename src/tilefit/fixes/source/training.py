@@ -91,23 +91,16 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
 # ---- the loop ----------------------------------------------------------------------------------
 
 
-def _turned(function: str, argument: str, old: str, note: str) -> Write:
-    """What writes the other of two values for an argument in the line of a finding."""
-
-    def write(finding: Finding, context: Context, files: Files) -> Change:
-        syntax, line = line_at(finding.source, files)
-        for call in syntax.on_line(cst.Call, line):
-            names = {name.rpartition(".")[2] for name in syntax.means(call.func)}
-            is_method = isinstance(call.func, cst.Attribute) and call.func.attr.value == function
-            given = keyword(call, argument) or next(iter(call.args), None)
-            if (is_method or function in names) and given and syntax.code(given.value) == old:
-                new = str(old != "True")
-                word = f"{argument}=" if given.keyword else ""
-                edit = syntax.replaced(given.value, new)
-                return Change.of([(syntax, edit)], line, f"{function}({word}{new})", note)
-        raise RefusedError(f"line {line} of {syntax.file.name} does not say {function}({old})")
-
-    return write
+def _anomalies_unseen(finding: Finding, context: Context, files: Files) -> Change:
+    """``set_detect_anomaly(True)``: False."""
+    syntax, line = line_at(finding.source, files)
+    for call in syntax.on_line(cst.Call, line):
+        given = keyword(call, "mode") or next(iter(call.args), None)
+        is_it = any(name.endswith("set_detect_anomaly") for name in syntax.means(call.func))
+        if is_it and given and syntax.code(given.value) == "True":
+            edit, note = syntax.replaced(given.value, "False"), "a NaN in the backward pass is then no error"
+            return Change.of([(syntax, edit)], line, "set_detect_anomaly(False)", note)
+    raise RefusedError(f"line {line} of {syntax.file.name} does not say set_detect_anomaly(True)")
 
 
 def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Change:
@@ -210,14 +203,8 @@ def _pinned(source: str, files: Files) -> tuple[Syntax, Edit] | None:
 #: What is written into files, by the rule that it answers. A change is safe only where the program computes
 #: the same for every input.
 WRITERS: dict[str, Write] = {
-    "ANO001": _turned("set_detect_anomaly", "mode", "True", "a NaN in the backward pass is then no error"),
+    "ANO001": _anomalies_unseen,
     "FOR001": write_loop_at_once,
-    "GRD001": _turned(
-        "zero_grad",
-        "set_to_none",
-        "False",
-        "a parameter that gets no gradient in a step is then passed over, not stepped with zeros",
-    ),
     "LAY001": _channels_last,
     "NTC001": _compiled,
     "NTC003": _fused,
