@@ -95,6 +95,22 @@ class Attentions(nn.Module):
         return x.float().mean()
 
 
+class Written(nn.Module):
+    """Sums of four products each, of one function of what was before, or of four: as many kernels, which
+    write one tensor or four."""
+
+    def __init__(self, count: int, apart: bool) -> None:
+        super().__init__()
+        functions = (torch.sin, torch.cos, torch.tanh, torch.sigmoid)
+        self.functions = functions if apart else 4 * functions[:1]
+        self.layers = nn.ModuleList(nn.ModuleList(_linear() for _ in range(4)) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layers in self.layers:
+            x = sum(layer(f(x)) for layer, f in zip(layers, self.functions, strict=True))
+        return x.float().square().mean()
+
+
 @torch.compiler.disable
 def in_python(x: torch.Tensor, count: int) -> torch.Tensor:
     """Operations that the compiler does not see."""
@@ -189,6 +205,14 @@ def modules() -> Made:
 
 def many_modules() -> Made:
     return Modules(512), (_square(),)
+
+
+def written() -> Made:
+    return Written(16, False), (torch.randn(256, WIDTH),)
+
+
+def written_apart() -> Made:
+    return Written(16, True), (torch.randn(256, WIDTH),)
 
 
 def products() -> Made:

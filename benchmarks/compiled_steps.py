@@ -12,10 +12,14 @@ Inductor wrote. Models with a row in one of ``--done`` are left out; a failure i
     PYTHONPATH=src python benchmarks/compiled_steps.py --pack rows.jsonl --about '{…}' --out RESULT.json
     PYTHONPATH=src python benchmarks/whole_steps.py --measured RESULT.json
 
+What a host takes varies by a quarter within seconds, not alike in the thread of the forward pass and in that
+of the backward pass, so a reference step a second before or after says little. With ``--alternate-s 2`` a
+model and the reference take a few steps each in turn for two seconds: these are the turns of its row.
+
 These need no GPU: the first keeps of such rows what is read again, the second compares with predictions.
 
     PYTHONPATH=src python benchmarks/compiled_steps.py --predict --gpu h100-sxm
-    PYTHONPATH=src python benchmarks/compiled_steps.py --compare RESULT.json
+    PYTHONPATH=src python benchmarks/compiled_steps.py --compare RESULT.json [OTHER PROCESSES.json]
 
 The first wrote ``results/compiled_steps_predicted.json`` before those models were measured anywhere; the
 second says what became of it, by the median over the turns.
@@ -38,6 +42,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +51,7 @@ import torch
 from whole_steps import COMPILED, MODELS, PADDED, PREDICTED, Measured, Run, host_scale, predicted, runs
 
 from tilefit.cost.priced import priced
+from tilefit.measure.launch import reference_step
 
 FORESEEN = Path(__file__).parent / "results" / "compiled_steps_predicted.json"
 #: Hosts that predictions are written for, by how long they take to launch; between them lines are drawn.
@@ -54,7 +60,18 @@ RECORDED = Path(__file__).parent / "results" / "whole_steps_compiled.json"
 #: Where processes keep what they compile, and the lock of the GPU.
 WORK = Path(os.environ.get("TMPDIR", "/tmp")) / "compiled_steps"
 #: Kernels of these differ from layer to layer: each has compiler threads beside its own.
-WIDE = ("densenet121", "efficientnet_b0", "ghostnet", "hrnet", "regnet", "mobilevit", "segformer", "xcit")
+WIDE = (
+    "densenet121",
+    "efficientnet_b0",
+    "ghostnet",
+    "hrnet",
+    "regnet",
+    "mobilevit",
+    "segformer",
+    "xcit",
+    "cait",
+    "matches",
+)
 #: Seconds that timing a model is taken to need, before any was timed.
 TIMING_S = 5.0
 #: And its last turn, with what the profiler says.
@@ -62,6 +79,10 @@ LAST_S = 7.0
 #: A turn that takes longer has failed.
 MOST_S = 10.0
 STEPS_BEFORE = 3
+#: Steps that follow each other in a turn among those of the reference.
+BACK_TO_BACK = 8
+#: Seconds that a process is waited for at most once it is told to go.
+PATIENCE_S = 20.0
 #: Parameters whose optimizer is compiled: more take too long.
 MOST_COMPILED = 64
 READY = "READY"
@@ -236,6 +257,65 @@ def optimizers(model: Measured) -> Callable[[], dict[str, float]]:
     return timed
 
 
+def alternate(model: Measured, seconds: float) -> None:
+    """Turns of a reference step's repeats and a few steps, one with an idle GPU before it and some back to
+    back, for so long."""
+    reference = reference_step(torch.device(model.device))
+
+    def spent_ms(step: Callable[[], Any], times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            step()
+        model.synchronize()
+        return 1e3 * (time.perf_counter() - start) / times
+
+    def reference_ms() -> float:
+        spent_ms(reference, 1)
+        return spent_ms(reference, 3)
+
+    spent_ms(model.step, 4)
+    found = [reference_ms()]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(model.turns) < 2:
+        passed: list[float] = []
+        wall_ms = spent_ms(lambda into=passed: into.extend(model.step()), 1)
+        sustained_ms = spent_ms(model.step, BACK_TO_BACK)
+        found.append(reference_ms())
+        model.turns.append(
+            {
+                "wall_ms": wall_ms,
+                "sustained_ms": sustained_ms,
+                "host_ms": [1e3 * (b - a) for a, b in pairwise(passed)],
+                "reference_ms": found[-2],
+                "after_ms": found[-1],
+            }
+        )
+
+
+def work_alternating(run: Run, device: str, seconds: float, looks: bool) -> None:
+    """Compile, say so, and when called print a row of turns in turn with the reference's."""
+    lock_benchmarks()
+    start = time.perf_counter()
+    model = Measured(run, device)
+
+    def warm() -> None:
+        for _ in range(STEPS_BEFORE):
+            model.step()
+        model.synchronize()
+
+    patiently(warm)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    compile_s = round(time.perf_counter() - start, 1)
+    with when_called():
+        alternate(model, seconds)
+        if looks:
+            model.look_inside()
+    row = {"model": run.label, **run.sizes, "arguments": run.arguments, **model.row()}
+    print(ROW + json.dumps({**row, "compile_s": compile_s}), flush=True)
+
+
 def work(run: Run, device: str, turns: int) -> None:
     """Compile, say so, take a turn for each line, and print the row after the last."""
     from torch._dynamo.utils import counters
@@ -381,6 +461,9 @@ class Session:
         #: Of this round, and of all rounds.
         self.workers: list[Worker] = []
         self.all: list[str] = []
+        self.alternates: float = getattr(options, "alternate_s", 0.0)
+        look_s = 0.6 if getattr(options, "times_alone", False) else 1.8
+        self.timing_s = self.alternates + look_s if self.alternates else TIMING_S
         self.out: Path = options.out
         self.out.mkdir(parents=True, exist_ok=True)
 
@@ -400,7 +483,7 @@ class Session:
         while True:
             busy = [worker for worker in self.workers if worker.compiles]
             ready = sum(worker.ready.is_set() for worker in self.workers)
-            if self.elapsed_s + TIMING_S * ready + 20 > self.options.budget_s:
+            if self.elapsed_s + self.timing_s * ready + 20 > self.options.budget_s:
                 break
             for worker in busy:
                 if time.perf_counter() - worker.started > self.options.compile_s:
@@ -444,9 +527,12 @@ class Session:
             remaining_s = self.options.budget_s - self.elapsed_s
             if remaining_s > 4 and not worker.ended.is_set():
                 worker.go()
-                worker.ended.wait(timeout=min(4 * MOST_S, remaining_s))
+                until_s = self.elapsed_s + min(PATIENCE_S, remaining_s)
+                while worker.row is None and not worker.ended.wait(0.05) and self.elapsed_s < until_s:
+                    pass
+                if not self.alternates:  # a second row tells more of the same
+                    worker.ended.wait(timeout=min(PATIENCE_S, max(0.0, until_s - self.elapsed_s)))
             worker.stop()
-            worker.ended.wait(timeout=5)
             self.write(worker.result("not timed in time, or failed"))
 
     def archive(self) -> None:
@@ -458,16 +544,18 @@ class Session:
                         archive.add(path, f"{folder(label).name}/{path.name}")
 
 
-def foresee(name: str) -> dict[str, Any]:
+def foresee(name: str, anew: list[str]) -> dict[str, Any]:
     """Predictions of the steps that were measured later, for hosts of several speeds; those of before stay.
 
     Args:
         name: Of the GPU.
+        anew: What the names of steps contain that are predicted once more, since nobody measured them yet.
     """
     gpu = priced(name)
     known = runs(False, True)
     before = len(MODELS) + len(COMPILED)
     rows = json.loads(FORESEEN.read_text())["rows"]
+    rows = [row for row in rows if not any(each in row["model"] for each in anew)]
     made = {row["model"] for row in rows}
     for run in [
         run for run in known[before : before + len(PREDICTED) + len(PADDED)] if run.label not in made
@@ -565,7 +653,7 @@ def pack(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
 
 
 def shown(row: dict[str, Any]) -> str:
-    return f"{row['sustained_ms']:8.2f} ms, GPU {row['gpu_ms']:8.2f}"
+    return f"{row['sustained_ms']:8.2f} ms, GPU {row.get('gpu_ms', 0.0):8.2f}"
 
 
 def session_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
@@ -588,6 +676,10 @@ def main() -> None:
     parser.add_argument("--done", type=Path, nargs="*", default=[RECORDED], help="rows that exist")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1, help="how often each is timed, spread over the run")
+    parser.add_argument(
+        "--alternate-s", type=float, default=0.0, help="seconds of steps and reference steps in turn"
+    )
+    parser.add_argument("--times-alone", action="store_true", help="of these, without kernels and memory")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a trial")
     parser.add_argument("--pack", type=Path, help="rows to make a result of, at --out")
     parser.add_argument("--predict", action="store_true", help="write predictions of steps to be measured")
@@ -598,8 +690,11 @@ def main() -> None:
     if options.pack:
         options.out.write_text(pack(recorded(options.pack), options.about))
         return
+    names = options.only.split(",")
     if options.predict:
-        FORESEEN.write_text(json.dumps(foresee(options.gpu), indent=1) + "\n")
+        FORESEEN.write_text(
+            json.dumps(foresee(options.gpu, [each for each in names if each]), indent=1) + "\n"
+        )
         return
     if options.compare:
         compare(recorded(options.compare))
@@ -612,10 +707,13 @@ def main() -> None:
     listed = listed[later:] + listed[len(MODELS) : later] + listed[: len(MODELS)]
     known = [tiny(run) if options.tiny else run for run in listed]
     if options.worker:
-        work(next(run for run in known if run.label == options.worker), options.device, options.turns)
+        run = next(run for run in known if run.label == options.worker)
+        if options.alternate_s:
+            work_alternating(run, options.device, options.alternate_s, not options.times_alone)
+        else:
+            work(run, options.device, options.turns)
         return
     done = {row["model"] for path in options.done for row in recorded(path) if "gpu_ms" in row}
-    names = options.only.split(",")
     labels = [run.label for run in known]
     found = [each for name in names for each in labels if each not in done and name in each]
     wanted = [*dict.fromkeys(found)]
@@ -625,7 +723,10 @@ def main() -> None:
         options.device,
         "--turns",
         str(options.turns),
+        "--alternate-s",
+        str(options.alternate_s),
     ]
+    command += ["--times-alone"] if options.times_alone else []
     command += ["--tiny"] if options.tiny else []
     session = Session(wanted, options, command, shown)
     session.finish()

@@ -81,7 +81,7 @@ def main() -> None:
         plain = nn.MultiheadAttention(width, heads, batch_first=first)
         nn.init.normal_(plain.in_proj_bias, std=0.1)
         fitted = copy.deepcopy(plain)
-        Edits().behave(fitted, FittedHeads())
+        Edits().give(fitted, "", FittedHeads())
         length, keys = 40, 24 if cross else 40
         x, memory = torch.randn(3, length, width), torch.randn(3, keys, width)
         x, memory = (each if first else each.transpose(0, 1).contiguous() for each in (x, memory))

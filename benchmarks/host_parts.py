@@ -417,7 +417,7 @@ def run_program(name: str, host: Host, turns: int = 2, steps: int = 4) -> None:
 
     from tilefit.capture.program.contained import contained
     from tilefit.capture.program.fake_data import pretrained
-    from tilefit.capture.program.finding import StepFinder
+    from tilefit.capture.program.finding import Listener, StepFinder
 
     path, arguments, fake = program(name)
     began: list[tuple[float, float]] = []
@@ -439,7 +439,9 @@ def run_program(name: str, host: Host, turns: int = 2, steps: int = 4) -> None:
             host.write(row="program", program=name, **row)
             os._exit(0)
 
-    finders = [StepFinder(4 + steps * turn, steps, begin, end, lambda: "") for turn in range(turns)]
+    told = Listener()
+    told.begins, told.ends = begin, end
+    finders = [StepFinder(4 + steps * turn, steps, told) for turn in range(turns)]
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     random.seed(0)

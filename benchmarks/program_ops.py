@@ -253,12 +253,14 @@ def run_program(name: str, rows: Path, timed: int) -> None:
 
     from tilefit.capture.program.contained import contained
     from tilefit.capture.program.fake_data import pretrained
-    from tilefit.capture.program.finding import StepFinder
+    from tilefit.capture.program.finding import Listener, StepFinder
 
     path, arguments, fake = program(name)
     observed = Observed(name, rows, timed)
-    listed = StepFinder(SKIP, 1, observed.begin, observed.end, lambda: "")
-    following = StepFinder(BEFORE, timed, observed.begin_timed, observed.end_timed, lambda: "")
+    listed, following = Listener(), Listener()
+    listed.begins, listed.ends = observed.begin, observed.end
+    following.begins, following.ends = observed.begin_timed, observed.end_timed
+    finders = StepFinder(SKIP, 1, listed), StepFinder(BEFORE, timed, following)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     random.seed(0)
@@ -274,8 +276,8 @@ def run_program(name: str, rows: Path, timed: int) -> None:
             # Weights that nobody has set may be anything, and trainers wait otherwise for a loss that is NaN.
             pretrained._without_initialization = nullcontext
             stack.enter_context(contained(folder, fake=True))
-        stack.enter_context(listed.watching())
-        stack.enter_context(following.watching())
+        for finder in finders:
+            stack.enter_context(finder.watching())
         try:
             runpy.run_path(str(path), run_name="__main__")
             observed.write(error="it ended")

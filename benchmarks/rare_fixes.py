@@ -5,10 +5,11 @@
     python benchmarks/rare_fixes.py --only "unet, compiled" --variant fixed     # one variant in this process
 
 Each model has a plan of one fix alone, and its step is timed without and with it, in turn. The recorded rows,
-of the commit that added this script, have more: cases of the fix time-steps, which is gone, and ``less``:
-pad-channels that knows nothing of concatenations or of depthwise convolutions, as it does now. Those under
-``alone`` were measured in a process each, while pad-channels still went through depthwise convolutions:
-compiled in one process, the second variant had sizes that change, and took 86 ms where 35 are right.
+of the commit that added this script, have more: cases of the fixes time-steps and pad-rows, which are gone,
+and ``less``: pad-channels that knows nothing of concatenations or of depthwise convolutions, as it does now.
+Those under ``alone`` were measured in a process each, while pad-channels still went through depthwise
+convolutions: compiled in one process, the second variant had sizes that change, and took 86 ms where 35 are
+right.
 """
 
 from __future__ import annotations
@@ -35,18 +36,6 @@ from tilefit.options import StepOptions
 
 ROUNDS = 9
 VARIANTS = ("plain", "fixed")
-
-
-class Transposed(nn.Module):
-    """Works on [features, batch], so that the batch is contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(2048, 1024) / 32)
-        self.second = nn.Parameter(torch.randn(1024, 2048) / 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.second @ torch.tanh(self.first @ x.t())).t()
 
 
 def norm_relu_conv(into: int, out: int, size: int) -> nn.Sequential:
@@ -142,7 +131,6 @@ class Separable(nn.Module):
 
 #: The model, its input's sizes, the fix, and options.
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, dict[str, Any]]] = {
-    "transposed": (Transposed, (65531, 1024), "pad-rows", {}),
     "dense": (Dense, (256, 3, 32, 32), "pad-channels", {}),
     "dense, compiled": (Dense, (256, 3, 32, 32), "pad-channels", {"compile": True}),
     "unet": (UNet, (16, 3, 256, 256), "pad-channels", {}),

@@ -61,6 +61,8 @@ FURTHER = Path(__file__).resolve().parent / "compiled_models.py"
 UNSEEN = Path(__file__).resolve().parent / "unseen_models.py"
 LATER = Path(__file__).resolve().parent / "later_models.py"
 NEWER = Path(__file__).resolve().parent / "newer_models.py"
+OTHER = Path(__file__).resolve().parent / "other_models.py"
+FRESH = Path(__file__).resolve().parent / "fresh_models.py"
 PADS = Path(__file__).resolve().parent / "padded_models.py"
 CALLS = Path(__file__).resolve().parent / "compiled_calls.py"
 
@@ -235,6 +237,22 @@ PREDICTED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
         False,
         {"n_layer": 6, "n_head": 16, "n_embd": 1024, "vocab_size": 32000},
     ),
+    # From here on after those before had told calls of libraries from what else the host does.
+    *(
+        (f"{OTHER}:{name}", {}, False, {})
+        for name in (
+            "capsules weather speaker retention centres matches sets forecast ranking game molecules".split()
+        )
+    ),
+    ("hf:qwen2", {"batch": 4, "seq": 1024}, False, _FOUR_LAYERS),
+    # From here on after those before had set what the backward graph's tensors take.
+    *(
+        (f"{FRESH}:{name}", {}, False, {})
+        for name in (
+            "agent prototypes distances sentences imagined depths skeletons dynamics records".split()
+        )
+    ),
+    ("torchvision:alexnet", {"batch": 128}, False, {}),
 ]
 #: Those whose odd channels are padded, beside themselves as they are.
 PADDED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
@@ -247,8 +265,9 @@ SETTING: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
     (f"{CALLS}:{name}", {}, False, {})
     for name in (
         "kernels plain_kernels many_kernels parameters many_parameters inputs many_inputs modules "
-        "many_modules products shared_products convolutions shared_convolutions depthwise convolutions_1d "
-        "dilated_1d attentions breaks left scans scans_of_rows long_scans near nearer"
+        "many_modules written written_apart products shared_products convolutions shared_convolutions "
+        "depthwise convolutions_1d dilated_1d attentions breaks left scans scans_of_rows long_scans near "
+        "nearer"
     ).split()
 ]
 

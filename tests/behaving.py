@@ -41,7 +41,7 @@ class Change(ChangeSet):
                 module = run.model.get_submodule(path)
             except AttributeError as error:
                 raise RefusedError(f"there is no {path}") from error
-            edits.behave(module, Doing(self.does))
+            edits.give(module, path, Doing(self.does))
 
 
 def same(module: nn.Module, forward: Done, *args: Any) -> Any:

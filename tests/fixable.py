@@ -173,19 +173,6 @@ class WrittenNorm(nn.Module):
         return type(self)(self.width)
 
 
-class Rows(nn.Module):
-    """A product with the batch as a contiguous dimension; ``centers`` is a result without a batch."""
-
-    def __init__(self, centers: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
-        self.centers = nn.Parameter(torch.randn(64, 16)) if centers else None
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = (self.weight @ x.t()).t()
-        return y if self.centers is None else (y, self.centers)
-
-
 class Scorer(nn.Module):
     """Scores of an odd number of words."""
 
@@ -242,12 +229,10 @@ IMAGES = on_meta(4096, 8, 16, 16)
 ROWS = on_meta(8, 16)
 
 KINDS = {
-    "pad-linear": Kind("pad-linear", lambda: nn.Sequential(nn.Linear(16, 13)), ROWS, (8, 16)),
-    "pad-linear, chained": Kind("pad-linear", lambda: linear(16, 13, 8), ROWS, (8, 16)),
+    "pad-linear": Kind("pad-linear", lambda: linear(16, 13, 8), ROWS, (8, 16)),
     "pad-vocabulary": Kind(
         "pad-vocabulary", Scorer, torch.zeros(4, 8, dtype=torch.long), (4, 8), tokens=True
     ),
-    "pad-rows": Kind("pad-rows", Rows, on_meta(61, 16), (61, 16)),
     "pad-channels": Kind("pad-channels", convolutions, IMAGES, (4, 8, 6, 6)),
     "channels-last": Kind("channels-last", convolutions, IMAGES, (4, 8, 6, 6)),
     "fuse-attention": Kind("fuse-attention", Attention, on_meta(2, 8, 16), (2, 8, 16)),

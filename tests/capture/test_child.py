@@ -20,7 +20,7 @@ from tilefit.ops import Step
 from tilefit.options import TargetOptions
 
 FILE = """
-import os, signal, sys, time
+import argparse, os, signal, sys, time
 import torch
 from torch import nn
 
@@ -56,6 +56,7 @@ killed = lambda: model(lambda: os.kill(os.getpid(), signal.SIGSEGV))
 out_of_memory = lambda: model(lambda: os.kill(os.getpid(), signal.SIGKILL))
 branches = lambda: model(lambda: bool(torch.rand(1, device="meta")))
 moves = lambda: model(lambda: os.chdir("/"))
+parses = lambda: model(lambda: argparse.ArgumentParser().parse_args())
 """
 OPTIONS = TargetOptions(optimizer="sgd", amp="bf16")
 
@@ -110,7 +111,7 @@ def test_what_the_model_prints_does_not_reach_standard_output(
     assert "noise" in printed.err
 
 
-@pytest.mark.parametrize("name", ["asks", "moves"])
+@pytest.mark.parametrize("name", ["asks", "moves", "parses"])
 def test_a_model_may_read_and_move_about(file: Path, name: str) -> None:
     assert capture_in_child(f"{file}:{name}", OPTIONS, timeout_s=60).ops
 

@@ -14,6 +14,7 @@ import pytest
 
 import tilefit as package
 from tilefit.cli import main
+from tilefit.cli.main import _keep_to_quota
 
 _REPORT = str(Path(__file__).parent.parent / "report" / "data" / "first-report.json")
 
@@ -246,3 +247,15 @@ def test_a_terminal_without_unicode_gets_what_is_like_it() -> None:
     assert ran.returncode == 0
     assert b" us" in ran.stdout  # µs
     assert b"?" not in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("quota", "threads"), [("150000 100000", "1"), ("400000 100000", "4"), ("max 100000", None)]
+)
+def test_linear_algebra_keeps_to_a_containers_quota(
+    quota: str, threads: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    _keep_to_quota(str(tmp_path / "cpu.max"))
+    assert os.environ.get("OPENBLAS_NUM_THREADS") == threads

@@ -150,6 +150,17 @@ ANY = st.one_of(
 )
 
 
+def test_what_is_told_apart_has_an_interval_of_its_own() -> None:
+    """Depthwise and grouped convolutions on an H100, whose networks miss these by less and by more."""
+    device = priced("h100-sxm")
+    net = device.calibration.networks["conv"]
+    depthwise, dense = (Conv2d(32, 256, 256, (28, 28), (3, 3), groups=groups) for groups in (256, 1))
+    for op, (low, high) in ((depthwise, net.apart["depthwise"]), (dense, net.quantiles)):
+        told = estimate(op, device)
+        below, above = np.log(told.low_s / told.time_s), np.log(told.high_s / told.time_s)
+        assert above / below == pytest.approx(high / low, rel=1e-3)
+
+
 @given(ANY)
 @settings(max_examples=200, deadline=None)
 def test_the_floor_holds_and_the_interval_is_ordered(op: Op) -> None:

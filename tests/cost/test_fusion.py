@@ -87,6 +87,42 @@ def test_the_backward_pass_computes_again_what_was_cheap() -> None:
     assert fused.ops[2].op.read_bytes == 2 * BYTES
 
 
+@pytest.mark.parametrize(("read", "kept"), [((), [3]), ((1, 2), [1, 2])])
+def test_the_smaller_of_a_result_and_what_it_is_made_of_is_kept(
+    read: tuple[int, ...], kept: list[int]
+) -> None:
+    """Of a sum of two tensors the sum, unless both are kept anyway."""
+    fused = fuse(
+        Step(
+            (
+                *(product([8], [1]), product([8], [2]), stream([1, 2], [3]), stream([3], [4])),
+                *(product([4], [5]), stream([3, 5, *read], [6], phase="backward-data")),
+            )
+        )
+    )
+    assert [ref.id for ref in fused.ops[-1].inputs if ref.id != 5] == kept
+    assert [ref.id for ref in fused.ops[2].outputs] == [*([3] if kept == [3] else []), 4]
+
+
+def test_a_gather_by_an_expanded_index_reads_whole_rows() -> None:
+    """Which need not be looked for element by element, neither read nor added to."""
+    table, rows = TensorRef(1, (64, 64, WIDTH), "bf16"), TensorRef(3, (64, 1536, WIDTH), "bf16")
+    index = TensorRef(2, (64, 1536, WIDTH), "int64")
+
+    def steps(index_bytes: int) -> tuple[float, float]:
+        read = Streaming("indexing", rows.elements, rows.bytes + index_bytes, rows.bytes, "bf16",
+                         function="gather")  # fmt: skip
+        added = replace(read, read_bytes=table.bytes + index_bytes + rows.bytes, function="scatter_add")
+        forward = StepOp(read, FORWARD, Site(), "aten.gather", (table, index), (rows,))
+        backward = StepOp(
+            added, "backward-data", Site(), "aten.scatter_add", (table, index, rows), (replace(table, id=9),)
+        )
+        return tuple(fuse(Step((each,))).ops[-1].op.flop for each in (forward, backward))
+
+    for expanded, whole in zip(steps(index.bytes // WIDTH), steps(index.bytes), strict=True):
+        assert expanded < 0.3 * whole
+
+
 @pytest.mark.parametrize(
     ("role", "more"),
     [

@@ -21,6 +21,7 @@ from tilefit.ops import (
     Step,
     StepOp,
     Streaming,
+    TensorRef,
 )
 
 H200 = get("h200")
@@ -151,6 +152,22 @@ def test_kernels_within_a_call_take_the_host_of_compiled_code_too() -> None:
         for last in (True, False)
     ]
     assert step_s[0] < step_s[1]  # which converts its operands and its result
+
+
+def test_what_a_compiled_backward_pass_is_given_takes_the_host() -> None:
+    def host_s(*numbers: int, compiled: bool = True) -> float:
+        refs = tuple(TensorRef(number, (32, 32), "bf16") for number in numbers)
+        ops = (
+            StepOp(SMALL, FORWARD, Site(), outputs=refs[:1]),
+            StepOp(SMALL, "backward-data", Site(), inputs=refs, outputs=(TensorRef(9, (32, 32), "bf16"),)),
+            StepOp(SMALL, "backward-data", Site(), inputs=(TensorRef(9, (32, 32), "bf16"),)),
+        )
+        return estimate_step(Step(ops, settings=Settings(compiled=compiled)), H200).host_time_s
+
+    one, two, three = host_s(1), host_s(1, 2), host_s(1, 2, 3)
+    assert 0 < two - one == pytest.approx(three - two)
+    assert host_s(1, 9) == pytest.approx(two)  # whatever is made in it later
+    assert host_s(1, 2, compiled=False) == host_s(1, compiled=False)
 
 
 def test_layers_that_are_compiled_one_by_one_take_longer() -> None:

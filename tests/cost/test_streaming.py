@@ -158,6 +158,25 @@ def test_slices_are_joined_element_by_element(rows: int, width: int, sliced: boo
 
 
 @pytest.mark.parametrize(
+    ("shape", "h100_us"),
+    [((16, 1024, 12, 64), 78.2), ((8, 1024, 12, 64), 40.4), ((8, 512, 16, 64), 27.7)],
+)
+def test_keys_that_an_empty_cache_takes_are_joined_by_few_threads(
+    shape: tuple[int, ...], h100_us: float
+) -> None:
+    """Of GPT-2, OPT and BART."""
+
+    class Fill(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x.new_empty(0), x.transpose(1, 2)], -2)
+
+    with torch.device("meta"):
+        keys = torch.empty(shape, dtype=torch.bfloat16)
+    (entry,) = capture(Fill(), (keys,), train=False).ops
+    assert estimate(entry.op, "h100-sxm").time_s == pytest.approx(h100_us * 1e-6, rel=0.05)
+
+
+@pytest.mark.parametrize(
     ("function", "elements", "moved_bytes", "h100_ms"),
     [
         ("upsample_bilinear2d", 415_236_096, (122_683_392, 1_660_944_384), 3.71),

@@ -105,7 +105,7 @@ def test_it_is_the_time_of_a_step_among_others(ops, events) -> None:
 
 
 def test_a_program_that_never_waits_is_priced_as_if_there_were_none() -> None:
-    bare = replace(step(LARGE, *[SMALL] * 20), program=None)
+    bare = replace(step(LARGE, *[SMALL] * 20), program=Program())
     alone, without = estimate_step(step(LARGE, *[SMALL] * 20), H200), estimate_step(bare, H200)
     assert (alone.time_s, alone.low_s, alone.high_s, alone.host_time_s) == (
         without.time_s,

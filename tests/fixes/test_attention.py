@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilefit
@@ -378,6 +379,33 @@ def test_a_factor_that_is_written_to_unseen_is_an_error() -> None:
     model = fused(made(partial(doubled, double=lambda q: q.set_(2 * q))))
     with torch.no_grad(), pytest.raises(RuntimeError, match="take the fix fuse-attention back"):
         model(**inputs(masked=False))
+
+
+def beside(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    scores = q @ k.mT
+    mean = torch.zeros(()).add_(3)  # made of nothing that scores are made of
+    weights = scores.softmax(-1) @ v
+    scores.wanted = mean.mul_(2)
+    return weights
+
+
+def test_what_is_written_elsewhere_computes_no_scores() -> None:
+    products: list[Any] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products.extend([func] * (func is torch.ops.aten.bmm.default))
+            return func(*args, **(kwargs or {}))
+
+    with Watching(), torch.no_grad():
+        fused(made(beside))(**inputs(masked=False))
+    assert products == []
+
+
+def test_scores_that_are_computed_on_shapes_alone() -> None:
+    model = fused(made(partial(doubled, double=lambda q: q.mul_(2)))).to("meta")
+    x = inputs(masked=False)["x"].to("meta")
+    assert model(x).shape == x.shape
 
 
 def reduced(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from tilefit.cost.priced import resolve
 from tilefit.fixes import ChangeSet, Context, Plan, Refusal, Run
 from tilefit.fixes.changes.behaviour import behaves
 from tilefit.fixes.kinds.padding.channels_last import run_channels_last
-from tilefit.fixes.kinds.padding.layers import Fitted
+from tilefit.fixes.kinds.padding.layers import InChannelsLast
 from tilefit.options import StepOptions
 
 with tolerated():
@@ -155,7 +155,7 @@ def test_copies_and_files() -> None:
     file.seek(0)
     x = torch.randn(IMAGES)
     for other in (copy.deepcopy(fixed), torch.load(file, weights_only=False)):
-        assert behaves(other[0], Fitted)
+        assert behaves(other[0], InChannelsLast)
         assert torch.equal(other(x), fixed(x))
 
 

@@ -36,7 +36,7 @@ def twins(**options: Any) -> tuple[nn.Module, nn.Module]:
     for parameter in plain.parameters():
         nn.init.normal_(parameter, std=0.3)
     fitted = copy.deepcopy(plain)
-    Edits().behave(fitted, FittedHeads())
+    Edits().give(fitted, "", FittedHeads())
     return plain, fitted
 
 

@@ -101,17 +101,16 @@ def test_a_mask_that_is_contiguous_is_left_alone(mask: str) -> None:
     assert not fixed(Encoder(mask), min_gain=-1.0).fixes
 
 
-def test_a_mask_that_the_module_makes_itself_is_out_of_reach() -> None:
+def test_a_mask_that_the_module_makes_itself() -> None:
     class Makes(SelfAttention):
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
             return super().forward(x, x.new_ones(x.shape[1], 1).bool().expand(-1, x.shape[1]))
 
-    assert not fixed(Makes(512, 8, 0.1)).fixes
     model = Encoder("expanded")
     model.layers[0] = Makes(512, 8, 0.1)
-    plan = fixed(model, min_gain=-1.0)
-    assert len(plan.fixes) == 1
-    assert attentions(capture(model, torch.empty(32, 512, 512, device="meta"), amp="bf16")) == 2
+    (fix,) = fixed(model).fixes
+    assert fix.modules == ("layers.0", "layers.1")
+    assert attentions(capture(model, torch.empty(32, 512, 512, device="meta"), amp="bf16")) == 4
 
 
 class Given(Encoder):
@@ -151,7 +150,7 @@ def test_other_arguments_are_the_callers() -> None:
     model, x = Cached(32, 2, 0.0), torch.randn(2, 16, 32)
     mask = torch.ones(16, 1, dtype=torch.bool).expand(16, 16)
     run = Run(nn.Sequential(model), options=StepOptions(amp="bf16"))
-    with_contiguous_masks(("0",), ((1, "mask"),)).apply(run)
+    with_contiguous_masks(("0",)).apply(run)
     for arguments in ({}, {"mask": mask}):
         cache = torch.zeros(2, 32, 16).transpose(1, 2)
         given = (x,) if arguments else (x, mask)
@@ -166,7 +165,7 @@ def test_a_mask_that_is_written_to_is_the_callers() -> None:
 
     model, mask = nn.Sequential(Writing()), torch.rand(4, 6).t()
     expected = mask.masked_fill(mask > 0.5, 2.0)
-    with_contiguous_masks(("0",), ((0, "mask"),)).apply(Run(model))
+    with_contiguous_masks(("0",)).apply(Run(model))
     torch.testing.assert_close(model[0](mask), expected)
     torch.testing.assert_close(mask, expected)
 

@@ -21,7 +21,7 @@ import tilefit
 from tilefit.fixes.changes.behaviour import behaviours
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.changes.run import Run
-from tilefit.fixes.kinds.projections import merging
+from tilefit.fixes.kinds.projections import Merging
 from tilefit.ops import OPTIMIZER
 from tilefit.options import StepOptions
 
@@ -51,7 +51,7 @@ def made() -> nn.Module:
 
 def merged(model: nn.Module, least_rows: int = 0, names: tuple[str, ...] = ("q", "k", "v")) -> nn.Module:
     model = copy.deepcopy(model)
-    merging(model, (names,), least_rows).apply(Run(model))
+    Merging.of((names,), least_rows).apply(Run(model))
     return model
 
 
@@ -180,7 +180,7 @@ def test_nothing_is_kept_after_a_call() -> None:
 
 def test_undo() -> None:
     model = made()
-    edits = merging(model, (("q", "k"),), 0).apply(Run(model))
+    edits = Merging.of((("q", "k"),), 0).apply(Run(model))
     assert behaviours(model.q)
     edits.undo()
     assert not any(behaviours(each) for each in model.modules())
@@ -232,7 +232,7 @@ def test_the_optimizer_sees_the_parameters_that_are_there(fused: bool) -> None:
         return [(entry.name, entry.op) for entry in run.capture().ops if entry.phase == OPTIMIZER]
 
     before = work()
-    merging(run.model, (("q", "k", "v"),), 1).apply(run)
+    Merging.of((("q", "k", "v"),), 1).apply(run)
     assert any(entry.name == "aten.cat" for entry in run.capture().ops)
     assert work() == before != []
 

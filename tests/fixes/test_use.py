@@ -29,7 +29,6 @@ from fixable import (
     Heads,
     Padded,
     Projections,
-    Rows,
     WrittenGelu,
     WrittenNorm,
     convolutions,
@@ -258,31 +257,6 @@ def wrong_channels_between(m: Any) -> Any:
     m.eval()
     calls = (lambda part=part, n=n: m[part](torch.ones(2, n, 5, 5)) for part in (1, 3) for n in (6, 8, 16))
     return tried(*calls)
-
-
-class KeepingRows(Rows):
-    """Keeps what it made."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = super().forward(x)
-        return self.kept + 1
-
-
-@case(KeepingRows, on_meta(61, 16), "pad-rows", refusable=True)
-def rows_kept_in_an_attribute(m: Any) -> Any:
-    return m(torch.ones(5, 16)), m.kept
-
-
-@case(lambda: nn.Sequential(Rows(), nn.Linear(16, 16)), on_meta(61, 16), "pad-rows")
-def rows_seen_by_hooks(m: Any) -> Any:
-    seen: list[Any] = []
-    m[1].register_forward_hook(lambda _, given, y: seen.append((given, y)))
-    return m(torch.ones(5, 16)), seen
-
-
-@case(lambda: Rows(centers=True), on_meta(61, 16), "pad-rows", refusable=True)
-def results_without_a_batch(m: Any) -> Any:
-    return [m(torch.ones(rows, 16)) for rows in (61, 60, 64, 1)]
 
 
 class Resized(nn.Module):
@@ -955,7 +929,7 @@ def test_a_shallow_copy_with_other_weights_computes_with_those(fix: str) -> None
 def test_layers_that_are_compiled_one_by_one_share_what_was_compiled() -> None:
     model = nn.Sequential(*(linear(16, 13, 16) for _ in range(10)))
     plan = planned(model, ROWS, "pad-linear")
-    assert len(plan.fixes) == 1
+    assert {fix.name for fix in plan.fixes} == {"pad-linear"}
     assert all(behaviours(layer[0]) for layer in model)
     graphs: list[Any] = []
 
@@ -968,7 +942,7 @@ def test_layers_that_are_compiled_one_by_one_share_what_was_compiled() -> None:
         layer.compile(backend=backend)
     given = X.clone().requires_grad_()
     assert model(given).shape == X.shape
-    assert len(graphs) == 1
+    assert len(graphs) == 2  # what PyTorch's own containers call: a layer of either size
 
 
 def test_torchscript_is_told_to_strip() -> None:

@@ -38,6 +38,7 @@ import kernels
         ),
         ("ampere_sgemm_128x64_tn", "simt", (64, 128), "TN"),
         ("ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_32x6_tn", "sm80", (64, 128), "TN"),
+        ("cutlass_tensorop_f16_s1688fprop_optimized_f16_64x64_32x2", "sm75", None, ""),
         ("gemv2T_kernel_val", "gemv", None, ""),
         ("gemmSN_NN_kernel", "gemv", None, ""),
         ("flash_fwd_kernel", "flash", None, ""),

@@ -43,20 +43,30 @@ class Browser:
         self._in = os.fdopen(from_browser, "rb")
         self._number = 0
         self._rest = b""
-        self._session = ""
+        self._context = self._session = ""
         self._loaded = False
         self.errors: list[str] = []
         self.requests: list[str] = []
-        target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self._call(f"{domain}.enable")
+        self.forget()
 
     def close(self) -> None:
         self._session = ""
         self._call("Browser.close")
         self._out.close()
         self._in.close()
+
+    def forget(self) -> None:
+        """Go on as somebody who was never here: with an empty page that finds nothing that others have stored."""
+        self._session = ""
+        if self._context:
+            self._call("Target.disposeBrowserContext", browserContextId=self._context)
+        self._context = self._call("Target.createBrowserContext")["browserContextId"]
+        target = self._call("Target.createTarget", url="about:blank", browserContextId=self._context)[
+            "targetId"
+        ]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
 
     def open(
         self,
@@ -150,6 +160,8 @@ class Browser:
         return found
 
     def _event(self, event: dict[str, Any]) -> None:
+        if event.get("sessionId", self._session) != self._session:
+            return  # of a page that was forgotten
         values = event.get("params", {})
         match event.get("method"):
             case "Page.loadEventFired":

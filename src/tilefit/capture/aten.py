@@ -27,7 +27,7 @@ from tilefit.ops import (
     Streaming,
 )
 from tilefit.ops.operations import NAMED, by_name
-from tilefit.ops.streaming import CONTIGUOUS, multi_tensor_launches
+from tilefit.ops.streaming import CONTIGUOUS, JOINED_ALONE, multi_tensor_launches
 
 #: An operation, its phase (empty: whatever autograd's state implies), what it reads and what it writes.
 Described = tuple[Op, str, Sequence[torch.Tensor], Sequence[torch.Tensor]]
@@ -135,7 +135,7 @@ def _describes(names: str) -> Callable[[_Handler], _Handler]:
 def describe(call: Call, recorder: Recording) -> list[Described]:
     """The operations the hardware executes for a call."""
     handler = _foreach if call.packet.startswith("_foreach") else _HANDLERS.get(call.packet)
-    described = handler(call, recorder) if handler else [_streaming(call, recorder, _role(call.func))]
+    described = handler(call, recorder) if handler else _streaming(call, recorder, _role(call.func))
     return [*_packed(call, recorder), *described] if call.packet in NAMED["kernels"]["packed"] else described
 
 
@@ -346,6 +346,20 @@ def _distinct(tensors: Sequence[torch.Tensor], recorder: Recording) -> list[torc
     return distinct
 
 
+def streaming_of(
+    role: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], **fields: Any
+) -> Streaming:
+    """The operation that streams these tensors; ``fields`` of it say what is otherwise about it."""
+    largest = max((*read, *written), key=lambda t: t.numel(), default=None)
+    seen = {
+        "elements": largest.numel() if largest is not None else 0,
+        "read_bytes": sum(map(touched_bytes, read)),
+        "write_bytes": sum(map(touched_bytes, written)),
+        "dtype": DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
+    }
+    return Streaming(role, **{**seen, **fields})
+
+
 def _stream(
     recorder: Recording,
     role: str,
@@ -356,35 +370,29 @@ def _stream(
     strided: bool | None = None,
     **fields: Any,
 ) -> Described:
-    """An operation that streams these tensors; ``fields`` of :class:`~tilefit.ops.Streaming` say what is
-    otherwise about it."""
+    """:func:`streaming_of` what is not the same tensor again; where nothing else is said, as operands and
+    results lie in memory."""
     read = _distinct(reads, recorder)
     written = _distinct(writes, recorder)
-    largest = max((*read, *written), key=lambda t: t.numel(), default=None)
     if strided is None:
         strided = role in ("copy", "pointwise") and transposes(read, written)
     if not fields.get("inner") and role in ("copy", "pointwise") and written:
         fields["inner"] = common_run(read, written[0])
-    op = Streaming(
-        role=role,
-        elements=largest.numel() if largest is not None else 0,
-        read_bytes=sum(map(touched_bytes, read)),
-        write_bytes=sum(map(touched_bytes, written)),
-        dtype=DTYPES.get(largest.dtype, "fp32") if largest is not None else "fp32",
-        strided=strided,
-    )
-    return replace(op, **fields), phase, reads, written
+    return streaming_of(role, read, written, strided=strided, **fields), phase, reads, written
 
 
 def _streamed(call: Call, recorder: Recording, role: str, phase: str = "", **fields: Any) -> list[Described]:
     return [_stream(recorder, role, call.inputs, call.outputs, phase=phase, **fields)]
 
 
-def _streaming(call: Call, recorder: Recording, role: str) -> Described:
+def _streaming(call: Call, recorder: Recording, role: str, **fields: Any) -> list[Described]:
     """The general case: every input is read and every output written, once."""
     written = call.outputs or call.mutated
     inner, strided = _reach(call, role, written) if call.inputs and written else (0, None)
-    return _stream(recorder, role, call.inputs, written, inner=inner, strided=strided)
+    sizes = sorted(t.numel() for t in call.inputs) if call.packet == "cat" else []
+    function = JOINED_ALONE if sizes[-2:-1] == [0] else ""
+    fields = {"inner": inner, "strided": strided, "function": function, **fields}
+    return [_stream(recorder, role, call.inputs, written, **fields)]
 
 
 def _reach(call: Call, role: str, written: Sequence[torch.Tensor]) -> tuple[int, bool | None]:
@@ -434,11 +442,8 @@ def _normalized(x: torch.Tensor, dim: int) -> tuple[int, bool]:
 def _batch_norm(call: Call, recorder: Recording) -> list[Described]:
     """With statistics that are given, as in inference, nothing is normalised together: one kernel makes
     factors of the variances, another scales and shifts, as ``batch_norm_elemt`` does."""
-    op, phase, reads, writes = _streaming(call, recorder, "normalization")
-    if not call.named("training"):
-        assert isinstance(op, Streaming)
-        op = replace(op, inner=0, kernels=2, function="batch_norm_elemt")
-    return [(op, phase, reads, writes)]
+    given = {"inner": 0, "kernels": 2, "function": "batch_norm_elemt"} if not call.named("training") else {}
+    return _streaming(call, recorder, "normalization", **given)
 
 
 @_describes(
@@ -593,11 +598,9 @@ def _scatter(call: Call, recorder: Recording) -> list[Described]:
 def _sorted_first(call: Call, recorder: Recording) -> list[Described]:
     """What is added to rows that may be the same is sorted first, by many small kernels (their numbers as
     seen on an H200, ``benchmarks/program_ops.py``)."""
-    op, phase, read, written = _streaming(call, recorder, "indexing")
-    assert isinstance(op, Streaming)
     many = _BAG_KERNELS if call.packet.startswith("_embedding") else _ADDING_KERNELS
-    op = replace(op, kernels=1 if call.named("accumulate") is False else many, **_rows(call))
-    return [(op, phase, read, written)]
+    kernels = 1 if call.named("accumulate") is False else many
+    return _streaming(call, recorder, "indexing", kernels=kernels, **_rows(call))
 
 
 #: For the gradient of a table of bags, and for ``x[indices] += y`` with ``accumulate``.
@@ -620,12 +623,10 @@ def _picked_loss(call: Call, recorder: Recording) -> list[Described]:
 @_describes("max_pool2d_with_indices_backward avg_pool2d_backward")
 def _unpooled(call: Call, recorder: Recording) -> list[Described]:
     """Each element looks into the windows that it may lie in."""
-    op, phase, read, written = _streaming(call, recorder, "pooling")
-    assert isinstance(op, Streaming)
     sizes = call.named("kernel_size")
     strides = call.named("stride") or sizes
     windows = prod(-(-size // stride) for size, stride in zip(sizes, strides, strict=True))
-    return [(replace(op, flop_per_element=float(windows)), phase, read, written)]
+    return _streaming(call, recorder, "pooling", flop_per_element=float(windows))
 
 
 @_describes("slice_backward select_backward")
@@ -646,7 +647,7 @@ def _foreach(call: Call, recorder: Recording) -> list[Described]:
         if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)
     ]
     if not lists:
-        return [_streaming(call, recorder, "pointwise")]
+        return _streaming(call, recorder, "pointwise")
     read = [t for t in call.inputs if t.device.type == recorder.device]
     written = call.outputs or call.mutated
     if call.packet in ("_foreach_copy_", "_foreach_zero_"):
@@ -655,10 +656,9 @@ def _foreach(call: Call, recorder: Recording) -> list[Described]:
     sizes = [t.numel() for t in lists[0]]
     elements, kernels = sum(sizes), multi_tensor_launches(sizes, depth)
     role = "optimizer" if recorder.current_phase == OPTIMIZER else "pointwise"
-    op, phase, _, _ = _stream(recorder, role, read, written, kernels=kernels)
-    assert isinstance(op, Streaming)
+    op, phase, _, _ = _stream(recorder, role, read, written, kernels=kernels, elements=elements)
     # Thousands of tensors would drown the step; their number and bytes are what matters.
-    return [(replace(op, elements=elements), phase, (), ())]
+    return [(op, phase, (), ())]
 
 
 _ROLE_OF = by_name("roles")

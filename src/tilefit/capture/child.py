@@ -254,12 +254,16 @@ def _captured(target: str, options: TargetOptions) -> Step:
 
 
 def _run_program(request: dict[str, Any], folder: Path) -> NoReturn:
+    import torch
+
     from tilefit import gpus
     from tilefit.capture.program.confined import confine
     from tilefit.capture.program.run import capture_program
     from tilefit.emulation.mail import Mail, ranks_of_machine
 
     mail = Mail(Path(request["mail"]), request["rank"])
+    # Where others are at work, threads wait for each other longer than small operations take.
+    torch.set_num_threads(1)
     tempfile.gettempdir()  # finds the user's by writing there, which no one can below
     # What Python's own functions write is redirected; what else writes fails.
     confine((folder, request["mail"], "/dev", "/proc"))

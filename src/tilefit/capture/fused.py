@@ -17,19 +17,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tilefit.capture.aten import attention_of, check_alike
+from tilefit.capture.aten import attention_of, check_alike, streaming_of
 from tilefit.capture.autocast import AutocastState, cross_entropy
-from tilefit.capture.dtypes import DTYPES, product_dtype
+from tilefit.capture.dtypes import product_dtype
 from tilefit.capture.layouts import touched_bytes
 from tilefit.capture.recorder import Recorder
-from tilefit.ops import (
-    BACKWARD_DATA,
-    BACKWARD_WEIGHT,
-    Attention,
-    Gemm,
-    Recurrent,
-    Streaming,
-)
+from tilefit.ops import BACKWARD_DATA, BACKWARD_WEIGHT, Attention, Gemm, Op, Recurrent
 from tilefit.ops.entries import DIMENSIONS, MASK
 from tilefit.ops.recurrent import GATES, INFERENCE, TRAINING
 from tilefit.rnn.modules import Recurrent as Persistent
@@ -351,35 +344,15 @@ class _CellPointwise:
 
     def forward(self, recorder: Recorder, *operands: torch.Tensor) -> Any:
         outputs = tuple(torch.empty_like(operands[-1]) for _ in range(self.states))
-        _record_streaming(recorder, "aten._thnn_fused_cell", "pointwise", operands, outputs)
+        op = streaming_of("pointwise", operands, outputs, flop_per_element=5)
+        recorder.record(op, "aten._thnn_fused_cell", operands, outputs)
         return outputs, ()
 
     def backward(self, ctx: Any, grads: Any, *kept: Any) -> Sequence[torch.Tensor | None]:
-        made = [torch.empty_like(t) for t in kept]
-        name = "aten._thnn_fused_cell_backward"
-        _record_streaming(ctx.recorder, name, "pointwise", (*grads, *kept), made)
+        made, reads = [torch.empty_like(t) for t in kept], (*grads, *kept)
+        op = streaming_of("pointwise", reads, made, flop_per_element=5)
+        ctx.recorder.record(op, "aten._thnn_fused_cell_backward", reads, made)
         return made
-
-
-def _record_streaming(
-    recorder: Recorder,
-    name: str,
-    role: str,
-    reads: Sequence[torch.Tensor],
-    writes: Sequence[torch.Tensor],
-    inner: int = 0,
-) -> None:
-    largest = max((*reads, *writes), key=lambda t: t.numel())
-    op = Streaming(
-        role,
-        largest.numel(),
-        sum(map(touched_bytes, reads)),
-        sum(map(touched_bytes, writes)),
-        DTYPES[largest.dtype],
-        flop_per_element=5,
-        inner=inner,
-    )
-    recorder.record(op, name, reads, writes)
 
 
 def _cell(
@@ -399,27 +372,26 @@ def _cell(
     return outputs if states > 1 else outputs[0]
 
 
-_RMS_NORM = "aten._fused_rms_norm"
-
-
 @dataclass(frozen=True, slots=True)
 class _RmsNorm:
     rows: int
 
     def forward(self, recorder: Recorder, x: torch.Tensor, weight: torch.Tensor | None) -> Any:
-        out = torch.empty_like(x)
+        out, reads = torch.empty_like(x), _given((x, weight))
         rstd = x.new_empty(self.rows, dtype=torch.float32)
-        inner = x.numel() // max(1, self.rows)
-        _record_streaming(recorder, _RMS_NORM, "normalization", _given((x, weight)), [out], inner)
+        recorder.record(self._op(x, reads, [out]), "aten._fused_rms_norm", reads, [out])
         return out, (rstd,)
 
     def backward(self, ctx: Any, grads: Any, *kept: Any) -> Sequence[torch.Tensor | None]:
         x, weight, rstd = kept
         made = [None if t is None else torch.empty_like(t) for t in (x, weight)]
-        reads, inner = _given((*grads, x, rstd, weight)), x.numel() // max(1, self.rows)
-        name = f"{_RMS_NORM}_backward"
-        _record_streaming(ctx.recorder, name, "normalization", reads, _given(made), inner)
+        reads, writes = _given((*grads, x, rstd, weight)), _given(made)
+        ctx.recorder.record(self._op(x, reads, writes), "aten._fused_rms_norm_backward", reads, writes)
         return made
+
+    def _op(self, x: torch.Tensor, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> Op:
+        inner = x.numel() // max(1, self.rows)
+        return streaming_of("normalization", reads, writes, flop_per_element=5, inner=inner)
 
 
 def rms_norm(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from tilefit.capture import flex
 from tilefit.capture.autocast import AutocastState, simulated
 from tilefit.capture.dtypes import DTYPES
 from tilefit.capture.failures import ELSEWHERE, ON_CPU, explained
@@ -106,6 +107,8 @@ class Modes:
             warnings.simplefilter("ignore")
             stack.enter_context(_eager())
             stack.enter_context(simulated(self.autocast))
+            if self.device == "meta":
+                stack.enter_context(flex.on_shapes(self.semantic.fused))
             stack.enter_context(intercepted(self.steps))
             stack.enter_context(scaled(self.steps))
             stack.enter_context(self.sites.following())
@@ -248,7 +251,7 @@ class Modes:
             libraries=tuple(self.sites.libraries),
             model=name,
             notes=(*notes, *self.notes, *self.semantic.fused.notes),
-            program=Program("", "", events=tuple(meetings)) if meetings else None,
+            program=Program(events=tuple(meetings)),
             returned=tuple(sorted(made & self.recorder.returned)),
         )
 

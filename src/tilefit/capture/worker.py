@@ -247,6 +247,7 @@ def working(request: dict[str, Any], told: Callable[[str], None] = lambda text: 
 def begin() -> tuple[Path, dict[str, Any]]:
     """The folder for results, and the request; whatever happens from now on is seen."""
     folder = Path(sys.argv[1])
+    del sys.argv[1:]  # what the user's code reads there is for nobody but us
     line = sys.stdin.readline()
     if not line:
         os._exit(1)  # who has started it is gone

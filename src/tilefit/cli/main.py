@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     unexpected exception through, for the traceback.
     """
     codecs.register_error("likened", _likened)
+    _keep_to_quota()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets one that is like it, not a crash.
         stream.reconfigure(errors="likened")  # type: ignore[union-attr]
@@ -90,6 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if code == INTERRUPTED:  # once more ends what is left at once, and without a word
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
+
+
+def _keep_to_quota(file: str = "/sys/fs/cgroup/cpu.max") -> None:
+    """OpenBLAS starts a thread for each core of the machine, also in a container that may use a few: they
+    would wait for each other. NumPy loads it later."""
+    with suppress(OSError, ValueError):  # no container, or one without a quota ("max 100000")
+        quota, period = map(int, Path(file).read_text().split())
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, quota // period)))
 
 
 def _likened(error: UnicodeError) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, isfinite, log
 from pathlib import Path
@@ -25,7 +25,7 @@ from tilefit import gpus
 from tilefit.cost.analytic import analytic as first_stage
 from tilefit.cost.constants import Constants, LinkConstants
 from tilefit.cost.estimate import ESTIMATED, Estimate, bound
-from tilefit.cost.features import divided, domain, example, features
+from tilefit.cost.features import apart, divided, domain, example, features
 from tilefit.cost.memory import floor_s
 from tilefit.cost.tiles import count
 from tilefit.errors import TilefitError, UsageError
@@ -40,11 +40,6 @@ if TYPE_CHECKING:
 WIDEST = 2.0
 #: A tile is named where the network gives it at least this probability; else it is unsure.
 SURE = 0.4
-#: By how much more an operation may be off on another machine than on the one that was measured, as a factor
-#: minus one, where a calibration ships: so 79 % of published products on an H100 are inside, and of an H200,
-#: on which this was not chosen, 78 % (without it 66 and 59 %). What ships on top of a donor's needs none: on
-#: an H100 that taught nothing 77 to 87 % are inside without it (``benchmarks/ship_calibration.py``).
-_OTHER_MACHINE = 0.03
 #: Networks are surer of the way on shapes that they were trained on than on others: logits over this.
 SOFTENED = 1.5
 
@@ -67,6 +62,7 @@ class Network:
             the baseline of the features is.
         bounds: The least and the largest correction that was measured; no other is predicted.
         divided: Of products these see more (:func:`~tilefit.cost.features.divided`).
+        apart: Quantiles of operations that are told apart (:func:`~tilefit.cost.features.apart`).
     """
 
     domains: frozenset[str]
@@ -82,6 +78,7 @@ class Network:
     bounds: tuple[float, float] = (-inf, inf)
     paths: int = 0
     divided: bool = False
+    apart: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __call__(self, rows: Sequence[Sequence[float]] | NDArray[np.float32]) -> NDArray[np.float32]:
         """The outputs for rows of inputs: [rows, 2 + families + tiles]."""
@@ -168,9 +165,9 @@ class Calibration:
         outputs = network(rows)
         times = baselines * np.exp(outputs[:, 0])
         spreads = np.exp(np.minimum(outputs[:, 1], WIDEST))
-        wider = 1 + _OTHER_MACHINE * ("collected" in self.about and not self.on_shipped)
-        low = times * (np.exp(network.quantiles[0] * spreads) / wider)
-        high = times * (np.exp(network.quantiles[1] * spreads) * wider)
+        lower, upper = np.array([network.apart.get(apart(op), network.quantiles) for op in ops]).T
+        low = times * np.exp(lower * spreads)
+        high = times * np.exp(upper * spreads)
         ends = 2 + len(network.families)
         chosen: Any = [()] * len(ops)
         if network.families:
@@ -434,4 +431,5 @@ def network(arrays: Any, kind: str, facts: dict[str, Any]) -> Network:
         bounds=(low, high),
         paths=facts.get("paths", 0),
         divided=facts.get("divided", False),
+        apart={name: (least, most) for name, (least, most) in facts.get("apart", {}).items()},
     )

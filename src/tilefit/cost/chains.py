@@ -8,6 +8,8 @@
   What another generated kernel reads, in the backward pass above all, is computed again from what lies in
   memory where that moves no more bytes than writing and reading the result; random numbers, sums and the
   softmax of attention are not computed again.
+  What is kept for the backward pass is the smaller of a result and of what it is made of, beside what is kept
+  anyway (the partitioner's smallest cut): a sum of two tensors, a crop of what a convolution returns.
 - A layer norm keeps its normalised input for the backward pass, not the input, unless that is smaller.
 - Pointwise kernels over as many elements that read the same are one (horizontal fusion), where what the later
   one reads is there early enough.
@@ -92,6 +94,11 @@ class Chains:
                     self.rest[index] = rest
                 producer[ref.id] = index
                 self.refs[index, ref.id] = ref
+        #: What is there in the backward pass whatever is computed again: what it reads, and what is given.
+        self.kept = {value for value in self.refs if value[0] < 0}
+        for entry, sources in zip(ops, self.sources, strict=True):
+            if entry.phase != FORWARD:
+                self.kept.update((writer, ref.id) for ref, writer in sources)
         self.rest = {index: self.rest[index] for index, _ in read if index in self.rest}
         self.written.update(value for value in self.refs if value not in read and not self._is_dead(value))
         self.written.update((producer[number], number) for number in producer.keys() & set(returned))
@@ -281,7 +288,10 @@ class Chains:
                 roots[root] = max(root_size, roots.get(root, 0))
         if dropped:
             roots[writer, outputs[-1].id] = outputs[-1].bytes
-        if sum(roots.values()) <= size + self.refs[value].bytes:
+        between = not forward and self.ops[writer].phase == FORWARD
+        instead = sum(each for root, each in roots.items() if between and root not in self.kept)
+        limit = self.refs[value].bytes
+        if sum(roots.values()) <= size + limit and instead <= limit:
             known[value] = roots
         return known[value]
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from tilefit.cost.kinds import ByKind
 from tilefit.cost.tiles import STAGE_BYTES, ceil_div, contraction, count, round_up, waves
 from tilefit.gpus import Gpu
-from tilefit.ops import Gemm, Op
+from tilefit.ops import Conv, Gemm, Op
 from tilefit.ops.dtypes import size_bytes
 
 #: Tiles whose quantization is described; a subset spans what the libraries use.
@@ -59,6 +59,11 @@ def example(kind: str) -> Op:
 def domain(op: Op) -> str:
     """What must have been measured for the fitted model to speak: the element type, or the role."""
     return op.dtype if op.multiplies else op.category
+
+
+def apart(op: Op) -> str:
+    """Operations whose times networks miss by more, or less, than those of the rest of their kind."""
+    return "" if not isinstance(op, Conv) or op.groups == 1 else "depthwise" if op.is_depthwise else "groups"
 
 
 def one_hot(value: object, values: Iterable[object]) -> list[float]:

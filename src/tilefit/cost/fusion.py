@@ -48,7 +48,7 @@ def fuse(step: Step) -> Step:
     return replace(
         step,
         ops=ops,
-        program=step.program and step.program.moved(_places(step.ops, ops)),
+        program=step.program.moved(_places(step.ops, ops)),
         memory=memory(chains, step, tensors_that_stay(step.ops, step.parameters)),
         settings=replace(step.settings, compiled=True),
     )

@@ -13,13 +13,12 @@ from tilefit.cost.tables import toml
 from tilefit.cost.tiles import SMALL_TILES, SPLITS, TILES, Tile
 from tilefit.gpus import Gpu
 from tilefit.ops import Gemm
-from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, size_bytes
+from tilefit.ops.dtypes import ALIGNMENT_BYTES, LINE_BYTES, TENSOR_CORE_DTYPES, size_bytes
 from tilefit.ops.gemm import Operand
 
 SM80 = "sm80"
 SIMT = "simt"
 
-_TENSOR_CORE_TYPES = ("tf32", "fp16", "bf16", "fp8", "int8")
 _FP64_CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 
 #: Families whose kernels fetch tiles by TMA, which demands rows of 16 bytes; a misaligned product falls to
@@ -90,7 +89,7 @@ def uses_tensor_cores(dtype: str, gpu: Gpu) -> bool:
     if not gpu.supports(dtype) or gpu.compute_capability < (7, 0):
         return False
     # fp64 Tensor Cores are those of the data-centre parts from Ampere on.
-    return dtype in _TENSOR_CORE_TYPES or (dtype == "fp64" and gpu.compute_capability in _FP64_CAPABILITIES)
+    return dtype in TENSOR_CORE_DTYPES or (dtype == "fp64" and gpu.compute_capability in _FP64_CAPABILITIES)
 
 
 def feed(gpu: Gpu) -> float:

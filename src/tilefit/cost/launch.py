@@ -62,19 +62,22 @@ FIXED_S = {"forward": 0.15e-3, "backward": 0.99e-3, "optimizer": 0.16e-3}
 #: A multi-tensor operation of an optimizer: AdamW's eight, over 10 tensors, took 99 us more than the fused
 #: one (``benchmarks/collect_h200.py --part launch``, on the faster host).
 OPTIMIZER_S = 24e-6
-#: One kernel that the compiler wrote, one call of a library, launched from the Python that the compiler
-#: generates (without CUDA graphs), and one parameter: the check that it is the same, and its gradient's way
-#: back to it (taken to be the same where CUDA graphs replay); and what each of the two graphs takes besides:
-#: guards, AOTAutograd's wrapper, the way into the graph and out of it.
-#: The last two are what models of many parameters, inputs and modules took on an H100 beside next to nothing
-#: (``benchmarks/compiled_calls.py``), where 448 modules more took nothing and an input 2.5 us; the first two
-#: are fitted, with these, to 33 steps of models that the host limits, on two H100 and an H200
-#: (``benchmarks/fit_compiled.py``). Where all kernels are the same one, one takes 9 to 13 us, a product 12
-#: to 17: less than among the many different ones of a model.
-COMPILED_KERNEL_S = 17e-6
-COMPILED_CALL_S = 26e-6
+#: One kernel that the compiler wrote, and one call of a library by its kind (one that is not listed: an
+#: operation that is left to ATen), launched from the Python that the compiler generates, without CUDA graphs;
+#: one tensor that the backward graph is given: allocated, saved, unpacked, checked and freed; one parameter:
+#: its gradient's way back to it (taken to be the same where CUDA graphs replay); and what each of the two
+#: graphs takes besides: guards, AOTAutograd's wrapper, the way in and out.
+#: Fitted to 17 steps that ran in turn with the reference step on an H100, which repeat within 4 % (a model
+#: left out 8 % off in the median), and, with an eighth of the weight, to 68 that did not, on four H100s and
+#: an H200, whose hosts' own noise is 15 % (``benchmarks/fit_compiled.py``). Without what the backward graph
+#: is given, the error is 14 %. Called alone, without a profiler, a product takes 12 us over the host's speed,
+#: both gradients of a convolution 35 to 110 (``benchmarks/library_calls.py``).
+COMPILED_KERNEL_S = 12.5e-6
+COMPILED_CALL_S = {"gemm": 11e-6, "conv": 26e-6, "attention": 80e-6}
+COMPILED_OTHER_S = 26e-6
+GIVEN_S = 12e-6
 GRAPH_PARAMETER_S = 11e-6
-GRAPH_S = 0.33e-3
+GRAPH_S = 0.25e-3
 #: One layer that the compiler compiles for itself, in a forward pass that it splits: the guards of such
 #: layers are tried at each of them, and those beyond the eighth run as they are. ``benchmarks/fit_launch.py``
 #: fits it to the two such steps of ``benchmarks/results/whole_steps_compiled.json``, OPT and Whisper. A split
@@ -134,7 +137,7 @@ def launch(entry: StepOp, gpu: Gpu, settings: Settings) -> Launch:
     if compiled:
         # What PyTorch prepares before attention, the compiler makes part of its kernels.
         within = kernels if isinstance(op, Attention) else launched(entry, gpu)
-        return Launch(kernels, COMPILED_CALL_S + KERNEL_S * (within - 1))
+        return Launch(kernels, COMPILED_CALL_S.get(op.kind, COMPILED_OTHER_S) + KERNEL_S * (within - 1))
     if isinstance(op, Streaming) and op.function == CONTIGUOUS:  # within the call of another
         return Launch(kernels, KERNEL_S * kernels)
     # All kinds alike: a call alone takes nearly the same time, whatever it calls.
@@ -156,8 +159,9 @@ def begin_s(part: str, step: Step) -> float:
         return 0.0
     # A graph, the compiler's or CUDA's, hands over all gradients when it is done.
     handed_over = part == OPTIMIZER and (step.settings.compiled or step.settings.cuda_graph)
-    fixed_s = GRAPH_S if step.settings.compiled and part != OPTIMIZER else FIXED_S.get(part, 0.0)
-    return fixed_s + GRAPH_PARAMETER_S * handed_over * len(_trained(step))
+    if step.settings.compiled and part != OPTIMIZER:
+        return GRAPH_S + GIVEN_S * (part != FORWARD and _given(step))
+    return FIXED_S.get(part, 0.0) + GRAPH_PARAMETER_S * handed_over * len(_trained(step))
 
 
 def around_s(step: Step) -> Iterator[float]:
@@ -189,6 +193,17 @@ def around_s(step: Step) -> Iterator[float]:
         elif eager:
             around = GRADIENT_S * gradients.pop(entry.site.module, 0)
         yield around
+
+
+def _given(step: Step) -> int:
+    """Tensors that the backward graph is given."""
+    given: set[int] = set()
+    made: set[int] = set()
+    for entry in step.ops:
+        if entry.phase not in (FORWARD, OPTIMIZER) and not entry.eager:
+            given |= {ref.id for ref in entry.inputs} - made
+            made |= {ref.id for ref in entry.outputs}
+    return len(given)
 
 
 def _update_s(step: Step) -> float:

@@ -60,6 +60,8 @@ def lowered(step: Step) -> Iterator[StepOp]:
             yield from _added(entry, op, strided and not losses, entry.inputs[0].id in roles)
         elif isinstance(op, Streaming) and op.function.startswith("max_pool2d_with_indices"):
             yield _with_offsets(entry, op)
+        elif isinstance(op, Streaming) and op.function == "gather" and _names_rows(entry, op):
+            yield replace(entry, op=replace(op, function="index"))
         elif isinstance(op, Conv):
             last = op.channels_last or (channels_last and len(op.kernel_size) == _IMAGE)
             yield replace(entry, op=replace(op, channels_last=last, bias=False))
@@ -101,6 +103,13 @@ def flop_of(op: Streaming) -> float:
     return op.elements * known.get(op.function.strip("_"), op.flop_per_element)
 
 
+def _names_rows(entry: StepOp, op: Streaming) -> bool:
+    """An index is expanded along the last dimension: it is read once a row, and its rows are read whole."""
+    values = [ref.bytes for ref in entry.inputs if not ref.dtype.startswith("int")]
+    read = op.read_bytes - (op.write_bytes if op.function == "gather" else sum(values))
+    return any(read * ref.shape[-1] == ref.bytes > read for ref in entry.inputs if ref.dtype == "int64")
+
+
 def _with_offsets(entry: StepOp, op: Streaming) -> StepOp:
     """Pooling whose indices are offsets within the window, of a byte each."""
     sides = entry.inputs, entry.outputs
@@ -133,6 +142,7 @@ def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator
     clear = Streaming("pointwise", table.elements, read, made, table.dtype)
     yield replace(entry, op=clear, name="aten.zeros", inputs=source, outputs=())
     rows = max((ref.elements for ref in entry.inputs if ref.dtype.startswith("int")), default=1)
+    rows //= table.shape[-1] if _names_rows(entry, op) else 1
     stores = entry.phase == FORWARD and not op.function.endswith("_add")  # most likely
     if interpolated:
         work = INDUCTOR.scattered_work if strided else INDUCTOR.added_work

@@ -72,7 +72,7 @@ def estimate_step(
     bound_s[LATENCY] += found.gpu_s - gpu_s  # between kernels
     bound_s[LAUNCH] = unpaced_s - found.gpu_s
     exchanged_s = 0.0
-    if step.program is not None:
+    if step.program:
         if found.streams:
             exchanged_s = sum(found.streams.exposed_s)
             bound_s[EXPOSED] = min(exchanged_s + found.streams.slowed_s, found.time_s - unpaced_s)
@@ -82,7 +82,7 @@ def estimate_step(
     # Operations on the same path err alike, those on different paths independently; and all of a GPU alike.
     # What the host and the GPU may take at most and at least is priced like what they take.
     share = hypot(*widths.values(), device.common_spread * found.gpu_s) / (found.gpu_s or 1.0)
-    spread = device.launch_spread * (PROGRAM_HOST if step.program and step.program.was_run else 1.0)
+    spread = device.launch_spread * (PROGRAM_HOST if step.program.was_run else 1.0)
     less_s = found.time_s - timed(scale / spread, max(0.0, 1.0 - share)).time_s
     more_s = timed(scale * spread, 1.0 + share).time_s - found.time_s
     return StepEstimate(
@@ -140,7 +140,7 @@ def _paced(
     """Host against GPU, with operations of these times, each of the two taking so many times as long."""
     program, own_s = step.program, own_work_s(step.program)
     gpu_s, host_s = gpu_scale * sum(times_s), scale * (own_s + sum(launches_s))
-    if program is None or not (program.events or program.order or launches_block(program)):
+    if not (program.events or program.order or launches_block(program)):
         return _Paced(max(gpu_s, host_s), gpu_s, host_s)
     times_s = [gpu_scale * each for each in times_s]
     launches_s = [scale * each for each in launches_s]
@@ -155,9 +155,7 @@ def _paced(
 def _others(step: Step, timed: Timed, device: PricedGpu) -> Iterator[Timed]:
     """The other ranks that were run. What was changed in this one since is taken to be changed in them, with
     the same effect on their times."""
-    known = {
-        each.program.rank: _captured(Same(each), device) for each in step.ranks if each.program is not None
-    }
+    known = {each.program.rank: _captured(Same(each), device) for each in step.ranks}
     own = known.pop(timed.program.rank, timed)
     launches, times = (
         sum(now) / (sum(before) or 1.0)
@@ -172,7 +170,6 @@ def _captured(same: Same, device: PricedGpu) -> Timed:
     """A rank's step on a GPU, its host as it is stated. Rules price a step dozens of times, and its other
     ranks do not change meanwhile."""
     step = same.step
-    assert step.program is not None
     times_s = [each.time_s for each in estimate_all((entry.op for entry in step.ops), device)]
     return Timed(step.program, *_with_launches(step, device, times_s))
 
@@ -203,8 +200,6 @@ def _of_wrappers(step: Step) -> dict[int, float]:
     """What the host takes for what wraps modules: products that several ranks share, collectives within those
     modules or around them, and those of ``fully_shard``; by the operation that follows."""
     found: dict[int, float] = defaultdict(float)
-    if step.program is None:
-        return found
     modules = {*step.program.split}
     around = {name[:end] for name in modules for end in range(len(name) + 1) if name[end:][:1] in (".", "")}
     for index, entry in enumerate(step.ops):

@@ -19,7 +19,7 @@ from tilefit.cost.tables import DATA, toml
 from tilefit.gpus import Gpu
 from tilefit.ops import Op, StepOp, Streaming
 from tilefit.ops.dtypes import LINE_BYTES, size_bytes
-from tilefit.ops.streaming import ROLES
+from tilefit.ops.streaming import JOINED_ALONE, ROLES
 
 #: ``Streaming.function`` of a kernel that the compiler wrote, and of one that applies the given statistics of
 #: a batch norm.
@@ -71,7 +71,9 @@ def traffic(op: Op) -> Op:
         return replace(op, flop_per_element=0.0)
     if op.function == APPLIED:
         return replace(op, role="pointwise", strided=False)
-    return replace(op, strided=False) if op.function in ("cat", SUMMED) else op
+    if op.function in ("cat", JOINED_ALONE, SUMMED):
+        return replace(op, strided=False, function=op.function.removesuffix("_alone"))
+    return op
 
 
 def with_work(op: Op, estimate: Estimate, gpu: Gpu) -> Estimate:

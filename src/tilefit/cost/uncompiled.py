@@ -23,12 +23,14 @@ from tilefit.ops.program import WAIT, Program
 #: taken for one that is not compiled: the rest is in so many small graphs that it gains nothing (the mixture:
 #: 0.8).
 _LEFT_SHARE = 0.5
+#: Share of the forward operations that run compiled from which on a step is taken for compiled. A choice.
+COMPILED_SHARE = 0.5
 
 
-def marked(ops: Sequence[StepOp], program: Program | None) -> list[StepOp]:
+def marked(ops: Sequence[StepOp], program: Program) -> list[StepOp]:
     """The operations, those that are left to Python as such; none where nothing of the model is compiled."""
     owners = {entry.site.module.rpartition(".")[0] for entry in ops if entry.op.kind == "recurrent"}
-    reading = _reading_in_loops(program) if program else set()
+    reading = _reading_in_loops(program)
     others = {*map(id, beside(ops))}
     inside, loops = _within(owners | reading), _within(reading)
     made = [
@@ -45,13 +47,13 @@ def marked(ops: Sequence[StepOp], program: Program | None) -> list[StepOp]:
 def beside(ops: Sequence[StepOp]) -> list[StepOp]:
     """What a training step does to its parameters beside its passes (moving averages of weights): forward
     operations of lines outside of all modules that touch parameters, and others of the same tensors, with
-    results that no module, no loss and no backward pass reads."""
+    results that no module, no loss and no backward pass reads, or that are parameters themselves."""
     graded = {entry.site.source for entry in ops if entry.phase not in (FORWARD, OPTIMIZER)}
     unread: list[StepOp] = []
     read: set[int] = set()
     for entry in reversed(ops) if graded else ():
         is_outside = entry.phase == FORWARD and not entry.site.module and entry.site.source not in graded
-        if is_outside and read.isdisjoint(ref.id for ref in entry.outputs):
+        if is_outside and read.isdisjoint(ref.id for ref in entry.outputs if not ref.parameter):
             unread.append(entry)
         elif entry.phase != OPTIMIZER:
             read.update(ref.id for ref in entry.inputs)

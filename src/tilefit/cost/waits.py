@@ -45,8 +45,7 @@ def launches_block(program: Program) -> bool:
     return any(habit.name == "launch_blocking" for habit in program.habits)
 
 
-def own_work_s(program: Program | None) -> float:
+def own_work_s(program: Program) -> float:
     """What the program does on tensors of the host's, on the stated host."""
-    work = program.host_work if program else ()
     each_s: dict[str, float] = _TABLES["host_elements"]
-    return sum(each_s.get(name, each_s["other"]) * elements for name, elements in work)
+    return sum(each_s.get(name, each_s["other"]) * elements for name, elements in program.host_work)

@@ -82,6 +82,8 @@ MOST_DRAWN = 1 << 29
 _DRAWN_AT_ONCE = 1 << 20
 #: What CUDA has kernels for, though it could be run by its parts.
 WHOLE = frozenset(("silu_backward", "mish_backward"))
+#: Arguments that are taken as they are, found without asking for each class that others are.
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 #: What an operation of this name does instead of being launched.
 Rule = Callable[["Device", Any, Any, Any], Any]
 
@@ -129,12 +131,10 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if takes_itself_apart(types):
+        if types and takes_itself_apart(types):
             return NotImplemented
-        if _names_cuda(kwargs.get("device")) or _has_cuda(leaves(args)) or _has_cuda(leaves(kwargs)):
-            return self.run(func, args, kwargs)
         name = func._overloadpacket.__name__
-        if name in _OF_PINNED:
+        if CudaTensor in types or name in _OF_PINNED or _names_cuda(kwargs.get("device")):
             return self.run(func, args, kwargs)
         if self._leaves_unfilled(name, args, kwargs.get("generator")):
             return args[0]
@@ -146,10 +146,9 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation that has tensors of the GPU's among its arguments, or makes some."""
         with torch._C.DisableTorchFunction():
-            if func._overloadpacket.__name__ in self.rules:
-                out = self.rules[func._overloadpacket.__name__](self, func, args, kwargs)
-                if out is not NotImplemented:
-                    return out
+            rule = self.rules.get(func._overloadpacket.__name__)
+            if rule is not None and (out := rule(self, func, args, kwargs)) is not NotImplemented:
+                return out
             if _is_composite(func):  # in inference mode nothing has taken it apart
                 with self:
                     return func.decompose(*args, **kwargs)
@@ -165,42 +164,43 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             RuntimeError: it mixes tensors of host and GPU, which CUDA refuses.
         """
-        outer: dict[int, CudaTensor] = {}
+        inputs: list[Any] = []
 
         def inner(leaf: Any) -> Any:
+            if type(leaf) in _PLAIN:
+                return leaf
+            if not isinstance(leaf, torch.Tensor):
+                return _of_meta(leaf)
+            inputs.append(leaf)
             if isinstance(leaf, CudaTensor):
                 if leaf.entries is not None:
                     raise not_dense(f"{func.name().partition('::')[2]} of a sparse tensor")
-                outer[id(leaf.on_meta)] = leaf
                 return leaf.on_meta
-            if isinstance(leaf, torch.Tensor):
-                if leaf.dim() and not from_host:
-                    raise RuntimeError(
-                        "Expected all tensors to be on the same device, but found at least two devices, "
-                        f"cuda:0 and cpu! (in {func})"
-                    )
-                return leaf.to(META)
-            if isinstance(leaf, torch.device):
-                return META if leaf.type == "cuda" else leaf
-            return None if isinstance(leaf, torch.Generator) else leaf
+            if leaf.dim() and not from_host:
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, "
+                    f"cuda:0 and cpu! (in {func})"
+                )
+            return leaf.to(META)
 
         shapes, keywords = mapped((args, kwargs), inner)
         keywords.pop("pin_memory", None)
         out = self.watch.launch(func, shapes, keywords)
         made = [leaf for leaf in leaves(out) if is_tensor(leaf)]
-        values = self.values.through(func, args, kwargs, made)
-        known = dict(zip(map(id, made), values, strict=True))
+        values = iter(self.values.through(func, args, kwargs, inputs, made))
+        outer = {id(each.on_meta): each for each in inputs if isinstance(each, CudaTensor)}
 
         def wrap(leaf: Any) -> Any:
-            if not is_tensor(leaf) or leaf.device != META:
+            if not is_tensor(leaf):
                 return leaf
-            same = outer.get(id(leaf))
-            return CudaTensor(leaf, known[id(leaf)]) if same is None else same
+            value = next(values)
+            same = outer.get(id(leaf), leaf if leaf.device != META else None)
+            return CudaTensor(leaf, value) if same is None else same
 
         wrapped = mapped(out, wrap)
-        clears = _clears(func, args)
-        made_anew = () if Schema.of(func).writes or not clears else (wrapped,)
-        for written in (*Schema.of(func).written(args, kwargs), *made_anew):
+        clears, schema = _clears(func, args), Schema.of(func)
+        made_anew = () if schema.writes or not clears else (wrapped,)
+        for written in (*schema.written(args, kwargs), *made_anew):
             if isinstance(written, CudaTensor):
                 written.wrote(zeros=clears)
                 _follow(written)
@@ -313,12 +313,15 @@ def not_dense(what: str) -> CaptureError:
     )
 
 
-def _has_cuda(arguments: list[Any]) -> bool:
-    return any(isinstance(each, CudaTensor) for each in arguments)
-
-
 def _names_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
+
+
+def _of_meta(leaf: Any) -> Any:
+    """What an argument that is no tensor is on ``meta``."""
+    if isinstance(leaf, torch.device):
+        return META if leaf.type == "cuda" else leaf
+    return None if isinstance(leaf, torch.Generator) else leaf
 
 
 @cache

@@ -99,7 +99,7 @@ def _copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         return target.copy_(device.told(source, "copy_"))
     if not isinstance(source, CudaTensor):
         device.copied(TO_GPU, source, non_blocking)
-        device.values.through(func, args, kwargs, [])
+        device.values.through(func, args, kwargs, [target, source], [])
         return target
     return NotImplemented
 

@@ -146,11 +146,14 @@ class Values:
 
     # ---- one operation ---------------------------------------------------------------------------
 
-    def through(self, func: Any, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> list[Value | None]:
+    def through(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], outs: list[torch.Tensor]
+    ) -> list[Value | None]:
         """What is known of an operation's results.
 
         Args:
             func, args, kwargs: The operation as it was called.
+            inputs: The tensors among its arguments, in order.
             outs: Its results on ``meta``.
 
         Returns:
@@ -158,7 +161,6 @@ class Values:
         """
         name = func._overloadpacket.__name__
         schema = Schema.of(func)
-        inputs = [leaf for leaf in leaves((args, kwargs)) if is_tensor(leaf)]
         if schema.writes:
             return self._written(func, name, schema, (args, kwargs), inputs, outs)
         checked = (

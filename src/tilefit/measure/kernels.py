@@ -11,13 +11,13 @@ import re
 _ARCH = re.compile(r"(?:cutlass(?:3x)?_(?:sm)?|\bsm|_sm)(70|75|80|86|89|90|100|120)_")
 _GENERATION = {"86": "sm80", "89": "sm80", "120": "sm100"}
 _NAMED_GENERATION = (("hopper_", "sm90"), ("ampere_", "sm80"), ("turing_", "sm75"), ("volta_", "sm70"))
-_MMA_GENERATION = (
-    ("16816", "sm80"),
-    ("16832", "sm80"),
-    ("161616", "sm80"),
-    ("1688", "sm80"),
-    ("884", "sm70"),
+#: The shape of one ``mma`` in a name, behind a letter for what it sums up in, and the generation it came with
+#: (PTX ISA): ``s1688gemm`` is Turing's in fp16, and Ampere's in TF32 and bf16; ``d884`` is Ampere's.
+_MMA = re.compile(
+    r"(?:^|[_a-z])([shdibt]?)(16816|16832|16864|161616|1688|8816|884)(?=gemm|tf32|bf16|cudnn|_|\b|[fdw](?:prop|grad))"
 )
+_MMA_GENERATION = {"161616": "sm70", "1688": "sm75", "8816": "sm75", "884": "sm70"}
+_FP16 = re.compile("(?<!b)fp?16")
 _SIMT = ("simt", "ffma", "sgemm", "dgemm")
 _VECTOR = ("gemv", "gemmsn", "gemmk1", "dot_kernel")
 _ATTENTION = ("flash", "fmha", "mem_eff", "attention", "sdpa")
@@ -63,6 +63,15 @@ def family(name: str) -> str:
     arch = _ARCH.search(low)
     if arch:
         return _GENERATION.get(arch[1], f"sm{arch[1]}")
-    if "tensorop" in low:  # cuDNN's CUTLASS kernels name only their instruction
-        return next((generation for shape, generation in _MMA_GENERATION if shape in low), "")
-    return ""
+    return (
+        mma_generation(low) if "tensorop" in low else ""
+    )  # cuDNN's CUTLASS kernels name only their instruction
+
+
+def mma_generation(low: str) -> str:
+    """The generation of the ``mma`` that a name in small letters speaks of; empty where it speaks of none."""
+    found = _MMA.search(low)
+    if not found:
+        return ""
+    is_amperes = found[2].startswith("16") and found[1] != "h" and not _FP16.search(low)
+    return "sm80" if is_amperes or found[1] == "d" else _MMA_GENERATION.get(found[2], "sm80")

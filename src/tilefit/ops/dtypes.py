@@ -36,6 +36,10 @@ _ALIASES = {
 NAMES = (*_ALIASES, *_BITS)
 #: Types of 16 bits.
 HALVES = ("fp16", "bf16")
+#: Floating-point types that values are in.
+FLOATS = ("fp64", "fp32", *HALVES)
+#: Types that Tensor Cores multiply, in units of 16 bytes.
+TENSOR_CORE_DTYPES = (*HALVES, "tf32", "fp8", "int8")
 
 # The width of one Tensor Core / TMA access, in bytes, and of a full cache line.
 # Source: NVIDIA, "Matrix Multiplication Background", Tensor Core requirements.

@@ -89,33 +89,26 @@ def interpolate(steps: Mapping[int, Step]) -> StepAt | None:
     return at
 
 
-def _events(program: Program | None) -> Any:
+def _events(program: Program) -> Any:
     """What has to be alike in programs, so that only its bytes differ."""
-    if program is None:
-        return None
     met = tuple((each.index, each.kind, each.blocks) for each in program.events)
     asked = tuple((each.index, each.function, each.ranks) for each in program.exchanges)
     return met, asked, program.order, tuple(name for name, _ in program.host_work)
 
 
-def _between_programs(
-    programs: Sequence[Program | None], weights: Sequence[Fraction], near: int
-) -> Program | None:
+def _between_programs(programs: Sequence[Program], weights: Sequence[Fraction], near: int) -> Program:
     """The nearest program, with the bytes of its copies and exchanges and the host's work between theirs."""
-    every = [each for each in programs if each is not None]
-    if not every:
-        return None
 
     def between(name: str) -> tuple[Any, ...]:
-        rows = zip(*(getattr(each, name) for each in every), strict=True)
+        rows = zip(*(getattr(each, name) for each in programs), strict=True)
         return tuple(replace(row[near], bytes=_value([each.bytes for each in row], weights)) for row in rows)
 
     work = tuple(
         (row[near][0], _value([elements for _, elements in row], weights))
-        for row in zip(*(each.host_work for each in every), strict=True)
+        for row in zip(*(each.host_work for each in programs), strict=True)
     )
     events, exchanges = between("events"), between("exchanges")
-    return replace(every[near], events=events, exchanges=exchanges, host_work=work)
+    return replace(programs[near], events=events, exchanges=exchanges, host_work=work)
 
 
 def _entry(entry: StepOp, op: Op, shapes: Sequence[_Shape]) -> StepOp:

@@ -175,7 +175,8 @@ class Ordered:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The program around a step; of a model's own step, in which none was run, what it shares with one.
+    """The program around a step; of a model's own step, in which none was run, what it shares with one. False
+    where there is nothing to be known of it.
 
     Attributes:
         command: As it was started, such as ``train.py --batch-size 64``; empty where none was run.
@@ -202,8 +203,8 @@ class Program:
         split: Modules whose parameters are tensors of several ranks while they compute (``DTensor``).
     """
 
-    command: str
-    step: str
+    command: str = ""
+    step: str = ""
     steps: int = 1
     updates: bool = True
     micro_batches: int = 1
@@ -223,6 +224,9 @@ class Program:
     rank: int = 0
     host_work: tuple[tuple[str, int], ...] = ()
     split: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != Program()
 
     @property
     def was_run(self) -> bool:

@@ -51,7 +51,7 @@ def scale_batch(step: Step, factor: float) -> Step:
         batch=_times(step.batch, factor) if step.batch else 0,
         inputs=tuple(_scaled_input(text, step.batch, factor) for text in step.inputs),
         memory=step.memory.on_batch(factor),
-        program=step.program and step.program.on_batch(factor),
+        program=step.program.on_batch(factor),
     )
 
 

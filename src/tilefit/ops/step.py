@@ -54,7 +54,7 @@ class Step:
     notes: tuple[str, ...] = ()
     returned: tuple[int, ...] = ()
     shards: tuple[Shard, ...] = ()
-    program: Program | None = None
+    program: Program = field(default_factory=Program)
     made: Mapping[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
     ranks: tuple[Step, ...] = ()
@@ -84,8 +84,7 @@ class Step:
         Without the allocator's fragmentation, library workspaces and the CUDA context, as in
         :class:`~tilefit.ops.Memory`.
         """
-        own = self.program.rank if self.program else 0
-        others = (each for each in self.ranks if each.program is None or each.program.rank != own)
+        others = (each for each in self.ranks if each.program.rank != self.program.rank)
         fits = (
             each.memory.largest_batch(each.batch, capacity_bytes) for each in (self, *others) if each.batch
         )

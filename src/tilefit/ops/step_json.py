@@ -54,6 +54,7 @@ def dump(step: Mapping[str, Any]) -> str:
         "parameters": {name: astuple(parameter) for name, parameter in step["parameters"].items()},
         "ranks": [each.to_json() for each in step["ranks"]],
         "prompt": step["prompt"] and step["prompt"].to_json(),
+        "program": step["program"] or None,
     }
     return json.dumps(
         {
@@ -98,8 +99,9 @@ def load(kind: Callable[..., _Step], text: str) -> _Step:
             )
             for op, phase, site, name, inputs, outputs, *how in data["rows"]
         )
-        types = _types(kind)
-        others = {name: _read(types[name], value) for name, value in data.items() if name in types}
+        types = types_of(kind)
+        told = ((name, value) for name, value in data.items() if name in types and value is not None)
+        others = {name: _read(types[name], value) for name, value in told}
         return kind(ops=ops, **others)
     except (KeyError, TypeError, ValueError) as error:
         raise TilefitError(f"not a captured step: {error!r}") from error
@@ -133,8 +135,8 @@ def _read(kind: Any, value: Any) -> Any:
     if hasattr(kind, "from_json"):  # the steps of other ranks
         return kind.from_json(value)
     if isinstance(kind, type) and is_dataclass(kind):
-        named = value if isinstance(value, dict) else dict(zip(_types(kind), value, strict=True))
-        return kind(**{name: _read(_types(kind)[name], each) for name, each in named.items()})
+        named = value if isinstance(value, dict) else dict(zip(types_of(kind), value, strict=True))
+        return kind(**{name: _read(types_of(kind)[name], each) for name, each in named.items()})
     options = get_args(kind)
     if value is None or not options:
         return value
@@ -147,6 +149,7 @@ def _read(kind: Any, value: Any) -> Any:
 
 
 @cache
-def _types(kind: Any) -> dict[str, Any]:
+def types_of(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields, by their names."""
     hints = get_type_hints(kind)
     return {each.name: hints[each.name] for each in fields(kind)}

@@ -30,6 +30,8 @@ ROLES = (
 #: The function of a copy that PyTorch makes within another operation, whose kernel takes packed rows alone.
 #: A compiler writes kernels that read any layout.
 CONTIGUOUS = "contiguous"
+#: The function of a concatenation of one tensor with empty ones, as of keys with a cache that holds none yet.
+JOINED_ALONE = "cat_alone"
 
 
 @dataclass(frozen=True, slots=True)

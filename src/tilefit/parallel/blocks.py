@@ -30,7 +30,7 @@ from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SC
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import scale_batch
 from tilefit.parallel.experts import Experts, expert_parallel, experts_of
-from tilefit.parallel.lifetimes import Lifetimes, bytes_of
+from tilefit.parallel.lifetimes import Lifetimes
 from tilefit.parallel.pipeline import layer_of, layers_of, places
 from tilefit.parallel.schedule import cut
 from tilefit.parallel.tensor import tensor_parallel
@@ -383,7 +383,7 @@ class Model:
             for entry in step.ops
             if entry.phase == FORWARD and layer_of(self.prefix, entry.site.module) == layer and entry.outputs
         ]
-        return bytes_of(own[-1].outputs[0]) if own else 0
+        return own[-1].outputs[0].bytes if own else 0
 
 
 def _block(members: Iterable[tuple[StepOp, tuple[float, float], int]], again: int) -> Block:
@@ -405,7 +405,7 @@ def _block(members: Iterable[tuple[StepOp, tuple[float, float], int]], again: in
         left_out = isinstance(entry.op, Gemm) and again and multiplied % again == 0
         if forward and isinstance(entry.op, (Gemm, Attention)) and not left_out:
             products_s += gpu_s
-            products += sum(bytes_of(ref) for ref in entry.outputs) // part
+            products += sum(ref.bytes for ref in entry.outputs) // part
     return Block(
         forward_s=compute[True][0],
         backward_s=compute[False][0],

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from math import ceil, prod
 
-from tilefit.ops import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Collective, Gemm, StepOp, TensorRef
-from tilefit.ops.dtypes import size_bytes
+from tilefit.ops import BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Collective, Gemm, StepOp
 
 
 class Lifetimes:
@@ -42,7 +40,7 @@ class Lifetimes:
             for ref in entry.outputs:
                 if entry.phase == FORWARD or ref.shape not in parameters:
                     whole = ref.id in multiplied and not gathers_again
-                    size = bytes_of(ref) // (1 if whole else parts.get(index, 1))
+                    size = ref.bytes // (1 if whole else parts.get(index, 1))
                     self._bytes[ref.id] = max(size, self._bytes.get(ref.id, 0))
                     # What a backward pass changes in place, the forward pass has made.
                     if self._is_backward(self._maker.get(ref.id, index)) or not self._is_backward(index):
@@ -66,10 +64,10 @@ class Lifetimes:
         """As if tensors as large as the largest product of these operations, the logits, took no memory."""
         own = [self._entries[index] for index in members]
         least = max(
-            (prod(ref.shape) for each in own if isinstance(each.op, Gemm) for ref in each.outputs[:1]),
+            (ref.elements for each in own if isinstance(each.op, Gemm) for ref in each.outputs[:1]),
             default=0,
         )
-        wide = {ref.id for each in own for ref in each.outputs if prod(ref.shape) >= least}
+        wide = {ref.id for each in own for ref in each.outputs if ref.elements >= least}
         other = copy(self)
         other._bytes = {tensor: 0 if tensor in wide else size for tensor, size in self._bytes.items()}
         return other
@@ -111,14 +109,9 @@ class Lifetimes:
         for index in members:
             entry = self._entries[index]
             alive |= {ref.id: self._bytes[ref.id] for ref in entry.outputs if ref.id in self._bytes}
-            summed = isinstance(entry.op, Collective) * sum(map(bytes_of, entry.outputs))
+            summed = isinstance(entry.op, Collective) * sum(ref.bytes for ref in entry.outputs)
             most = max(most, sum(alive.values()) + summed)
             for ref in (*entry.inputs, *entry.outputs):
                 if self._reader.get(ref.id, -1) <= index:
                     alive.pop(ref.id, None)
         return most
-
-
-def bytes_of(ref: TensorRef) -> int:
-    """Bytes of a tensor."""
-    return prod(ref.shape) * ceil(size_bytes(ref.dtype))

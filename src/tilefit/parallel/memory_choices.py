@@ -8,8 +8,10 @@ Triton Kernels for LLM Training", 2024 (the loss in chunks, with its gradients i
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from tilefit.cost.waits import host_bytes_per_s, host_memory_bytes_per_s
 from tilefit.errors import UsageError
@@ -17,7 +19,6 @@ from tilefit.parallel.blocks import Block, Blocks
 from tilefit.parallel.choices import Precision
 from tilefit.parallel.training import RankMemory, StepTime, Training
 from tilefit.rules.batch.memory import CHUNKS, OF_BF16, OF_EIGHT_BITS
-from tilefit.rules.finding import SAFE, UNSAFE
 
 #: What each direction of a link delivers while the other one is used, too, of what it does alone: 50.7 of
 #: 55.4 GB/s (an H100, ``benchmarks/memory_choices.py``).
@@ -43,43 +44,10 @@ class MemoryChoice:
     how: str
 
 
-CHOICES = (
-    MemoryChoice(
-        "loss-in-chunks",
-        SAFE,
-        f"logits {CHUNKS} chunks of rows at a time, each made again in the backward pass",
-        "torch.utils.checkpoint around head and loss of x.chunk(8)",
-    ),
-    MemoryChoice(
-        "fused-loss",
-        SAFE,
-        f"logits {CHUNKS} chunks of rows at a time, their gradients made with them",
-        "LigerFusedLinearCrossEntropyLoss of liger-kernel",
-    ),
-    MemoryChoice(
-        "activations-on-host",
-        SAFE,
-        "what layers keep for their backward pass goes to the host and comes back beside the computation",
-        "torchtune.training.OffloadActivations(use_streams=True)",
-    ),
-    MemoryChoice(
-        "optimizer-on-host",
-        SAFE,
-        "the optimizer's state lies on the host, and passes through the GPU when it updates",
-        "torchao.optim.CPUOffloadOptimizer, DeepSpeed's offload_optimizer (which update on the host's CPU)",
-    ),
-    MemoryChoice(
-        "optimizer-bf16",
-        UNSAFE,
-        "moments in bf16: the update is rounded",
-        "Megatron-LM's --use-precision-aware-optimizer",
-    ),
-    MemoryChoice(
-        "optimizer-8bit",
-        UNSAFE,
-        "moments in 8 bits, a scale for each 256: the update is rounded",
-        "bitsandbytes.optim.AdamW8bit, torchao.optim.AdamW8bit",
-    ),
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+CHOICES = tuple(
+    MemoryChoice(name, **{key: text.format(chunks=CHUNKS) for key, text in said.items()})
+    for name, said in _TABLES.items()
 )
 _BY_NAME = {choice.name: choice for choice in CHOICES}
 #: Choices that are two ways to do one thing.

@@ -11,7 +11,6 @@ from math import prod
 from tilefit.errors import UsageError
 from tilefit.ops import FORWARD, OPTIMIZER, Collective, Step, StepOp
 from tilefit.ops.collective import SEND
-from tilefit.ops.dtypes import size_bytes
 
 _NUMBERED = re.compile(r"^(.*?)\.?\b(\d+)(?:\.|$)")
 
@@ -130,9 +129,9 @@ def _crossings(step: Step, places: list[int]) -> dict[int, StepOp]:
         if places[here] == places[there]:
             continue
         entry = step.ops[here]
-        largest = max((*entry.outputs, *entry.inputs), key=lambda ref: prod(ref.shape), default=None)
+        largest = max((*entry.outputs, *entry.inputs), key=lambda ref: ref.elements, default=None)
         if largest is not None:
-            op = Collective(SEND, max(1, prod(largest.shape)), 2, largest.dtype)
+            op = Collective(SEND, max(1, largest.elements), 2, largest.dtype)
             found[here] = StepOp(op, entry.phase, entry.site, SEND, (largest,), ())
     return found
 
@@ -142,6 +141,6 @@ def _written(step: Step, places: list[int], count: int) -> list[float]:
     bytes_ = [0] * count
     for entry, place in zip(step.ops, places, strict=True):
         if entry.phase == FORWARD:
-            bytes_[place] += sum(prod(ref.shape) * size_bytes(ref.dtype) for ref in entry.outputs)
+            bytes_[place] += sum(ref.bytes for ref in entry.outputs)
     total = sum(bytes_)
     return [each / total if total else 1.0 for each in bytes_]

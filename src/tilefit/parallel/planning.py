@@ -221,9 +221,7 @@ def tokens_of(step: Step) -> int:
     Several integers of a sample are tokens where the step computes on each of them: the columns of a table,
     whose embeddings lie side by side, are not.
     """
-    samples = step.batch
-    if step.program is not None:
-        samples = samples * step.program.beams // step.program.micro_batches
+    samples = step.batch * step.program.beams // step.program.micro_batches
     for text in step.inputs:
         if (match := _TOKENS.search(text)) and int(match[1]) == samples:
             tokens = int(match[2])

@@ -11,7 +11,7 @@ from tilefit.cost.estimate import EXPOSED
 from tilefit.cost.links import Fabric
 from tilefit.cost.streams import exchange_s, fabric_of
 from tilefit.gpus import Gpu
-from tilefit.ops import FORWARD, OPTIMIZER, Collective, Step
+from tilefit.ops import FORWARD, OPTIMIZER, Collective, Program, Step
 from tilefit.parallel.blocks import Block, Blocks, Framework
 from tilefit.parallel.choices import Precision, TrainingSplit
 from tilefit.parallel.split import SplitStep
@@ -124,18 +124,15 @@ def rank_step(divided: SplitStep, gpus: Sequence[Gpu]) -> Step:
 def _part(step: Step, *, optimizer: bool) -> Step:
     """What is done once for a step, or for each micro-batch, which has the program's copies and waits."""
     ops = tuple(entry for entry in step.ops if (entry.phase == OPTIMIZER) == optimizer)
-    program = replace(step.program, exchanges=(), order=()) if step.program else None
-    return replace(step, ops=ops, program=None if optimizer else program)
+    program = Program() if optimizer else replace(step.program, exchanges=(), order=())
+    return replace(step, ops=ops, program=program)
 
 
 def _unpriced(step: Step, gpu: Gpu) -> int:
     """Collectives whose link is unknown."""
     found = sum(isinstance(entry.op, Collective) and not is_priced(entry.op, gpu) for entry in step.ops)
-    program = step.program
-    if program is None:
-        return found
-    fabric = fabric_of(program, gpu)
-    return found + sum(exchange_s(each, fabric) is None for each in program.exchanges)
+    fabric = fabric_of(step.program, gpu)
+    return found + sum(exchange_s(each, fabric) is None for each in step.program.exchanges)
 
 
 def _communication_s(step: Step, estimate: StepEstimate, parts: int) -> float:

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tilefit.ops import FORWARD, Attention, Gemm, Step, Streaming
+from tilefit.rules.flow import Flow
 from tilefit.rules.layers import Linear, linears
 
 
@@ -70,70 +71,45 @@ class Roles:
     whole: list[Linear] = field(default_factory=list)
 
 
-class _Flow:
-    """Where the tensors of the forward pass come from and go to."""
+class _Layers(Flow):
+    """Which linear layers lie before and behind an operation of the forward pass, in their order."""
 
     def __init__(self, step: Step, layers: Iterable[Linear]) -> None:
-        self.ops = [(i, entry) for i, entry in enumerate(step.ops) if entry.phase == FORWARD]
-        self.entries = step.ops
-        self.layer_at = {index: layer for layer in layers for index in layer.forward}
-        self._writers: dict[int, list[int]] = {}
-        self._readers: dict[int, list[int]] = {}
-        for index, entry in self.ops:
-            for ref in entry.inputs:
-                if not ref.parameter:
-                    self._readers.setdefault(ref.id, []).append(index)
-            for ref in entry.outputs:
-                self._writers.setdefault(ref.id, []).append(index)
-
-    def before(self, index: int) -> Iterator[int]:
-        """Operations whose results an operation reads."""
-        for ref in self.entries[index].inputs:
-            earlier = [writer for writer in self._writers.get(ref.id, ()) if writer < index]
-            if earlier:
-                yield earlier[-1]
-
-    def after(self, index: int) -> Iterator[int]:
-        """Operations that read the results of an operation."""
-        for ref in self.entries[index].outputs:
-            yield from (reader for reader in self._readers.get(ref.id, ()) if reader > index)
+        super().__init__(step)
+        self.at = {index: layer for layer in layers for index in layer.forward}
 
     def sources(self, index: int) -> list[Linear]:
         """The linear layers that an operation's inputs come from, through streaming operations alone."""
-        return self._reached(index, self.before)
+        between = self.needed([index], self._is_between)
+        return self._of(i for each in (index, *between) for i in self.writers[each].values())
 
-    def sinks(self, index: int, through: tuple[str, ...] = ()) -> list[Linear]:
+    def sinks(self, index: int, through: Collection[str] = ()) -> list[Linear]:
         """The linear layers that an operation's results go to; ``through`` are the roles of operations that
         may lie between, all of them if empty."""
-        return self._reached(index, self.after, through)
+        between = self.reachable([index], lambda other: self._is_between(other, through))
+        return self._of(i for each in (index, *between) for i in self.readers[each])
 
-    def _reached(self, index: int, step, through: tuple[str, ...] = ()) -> list[Linear]:  # type: ignore[no-untyped-def]
-        found: dict[int, Linear] = {}
-        seen, open_ = {index}, [index]
-        while open_:
-            for other in step(open_.pop()):
-                if other in seen:
-                    continue
-                seen.add(other)
-                op = self.entries[other].op
-                if layer := self.layer_at.get(other):
-                    found[id(layer)] = layer
-                elif isinstance(op, Streaming) and (not through or op.role in through):
-                    open_.append(other)
-        return list(found.values())
+    def _is_between(self, index: int, through: Collection[str] = ()) -> bool:
+        entry = self.step.ops[index]
+        if entry.phase != FORWARD or index in self.at or not isinstance(entry.op, Streaming):
+            return False
+        return not through or entry.op.role in through
+
+    def _of(self, indices: Iterable[int]) -> list[Linear]:
+        return list({id(self.at[i]): self.at[i] for i in sorted(indices) if i in self.at}.values())
 
 
 def roles(step: Step, apart: Collection[str] = ()) -> Roles:
     """What tensor parallelism splits in a step, but for layers with the parameters ``apart``."""
     layers = [layer for layer in linears(step) if layer.parameter not in apart]
-    flow = _Flow(step, layers)
+    flow = _Layers(step, layers)
     found = Roles()
     taken: set[int] = set()
-    for block in _attention(step, flow):
+    for block in _attention(flow):
         if not taken & {id(layer) for layer in block.columns}:
             found.attention.append(block)
             taken.update(id(layer) for layer in (*block.columns, *([block.row] if block.row else [])))
-    _vocabulary(step, flow, layers, found)
+    _vocabulary(step, layers, found)
     taken.update(id(layer) for layer in found.heads)
     for mlp in _mlps(flow, layers, taken):
         found.mlp.append(mlp)
@@ -142,22 +118,23 @@ def roles(step: Step, apart: Collection[str] = ()) -> Roles:
     return found
 
 
-def _attention(step: Step, flow: _Flow) -> Iterator[AttentionBlock]:
-    for index, entry in flow.ops:
+def _attention(flow: _Layers) -> Iterator[AttentionBlock]:
+    step = flow.step
+    for index, entry in enumerate(step.ops):
         op = entry.op
-        if entry.recomputed:
+        if entry.phase != FORWARD or entry.recomputed:
             continue
         if isinstance(op, Attention):
             block = AttentionBlock(op.num_heads, op.num_kv_heads, op.head_dim, op.value_dim)
             block.columns = _inside(flow.sources(index), entry.site.module)
             width = op.num_heads * op.value_dim
             ends = [index]
-        elif isinstance(op, Gemm) and op.batch > 1 and index not in flow.layer_at:
+        elif isinstance(op, Gemm) and op.batch > 1 and index not in flow.at:
             # Attention written out: softmax(Q K^T), then its product with V.
             seconds = [other for other in _through(flow, index) if _is_batched(flow, other, op.batch)]
             if not seconds or not step.batch or op.batch % step.batch:
                 continue
-            second = flow.entries[seconds[0]].op
+            second = step.ops[seconds[0]].op
             assert isinstance(second, Gemm)
             heads, head_dim, value_dim = op.batch // step.batch, op.k, second.n
             columns = {
@@ -181,16 +158,16 @@ def _attention(step: Step, flow: _Flow) -> Iterator[AttentionBlock]:
         yield block
 
 
-def _through(flow: _Flow, index: int) -> Iterator[int]:
+def _through(flow: _Layers, index: int) -> Iterator[int]:
     """Products that a product's result reaches through a softmax and what lies around it."""
     seen, open_ = {index}, [index]
     softmax = False
     while open_:
-        for other in flow.after(open_.pop(0)):
-            if other in seen:
+        for other in flow.readers[open_.pop(0)]:
+            if other in seen or flow.step.ops[other].phase != FORWARD:
                 continue
             seen.add(other)
-            op = flow.entries[other].op
+            op = flow.step.ops[other].op
             if isinstance(op, Streaming):
                 softmax = softmax or op.role == "softmax"
                 open_.append(other)
@@ -198,9 +175,9 @@ def _through(flow: _Flow, index: int) -> Iterator[int]:
                 yield other
 
 
-def _is_batched(flow: _Flow, index: int, batch: int) -> bool:
-    op = flow.entries[index].op
-    return isinstance(op, Gemm) and op.batch == batch and index not in flow.layer_at
+def _is_batched(flow: _Layers, index: int, batch: int) -> bool:
+    op = flow.step.ops[index].op
+    return isinstance(op, Gemm) and op.batch == batch and index not in flow.at
 
 
 def _inside(layers: list[Linear], module: str) -> list[Linear]:
@@ -216,12 +193,12 @@ def _inside(layers: list[Linear], module: str) -> list[Linear]:
     return []
 
 
-def _vocabulary(step: Step, flow: _Flow, layers: list[Linear], found: Roles) -> None:
+def _vocabulary(step: Step, layers: list[Linear], found: Roles) -> None:
     """Adds the layers that score tokens and the tables of their size."""
     tables = {
         ref.parameter: ref.shape[0]
-        for _, entry in flow.ops
-        if entry.op.category == "embedding"
+        for entry in step.ops
+        if entry.phase == FORWARD and entry.op.category == "embedding"
         for ref in entry.inputs
         if ref.parameter and len(ref.shape) == 2
     }
@@ -237,7 +214,7 @@ def _vocabulary(step: Step, flow: _Flow, layers: list[Linear], found: Roles) -> 
 _BETWEEN = ("pointwise", "copy", "indexing")
 
 
-def _mlps(flow: _Flow, layers: list[Linear], taken: set[int]) -> Iterator[MlpBlock]:
+def _mlps(flow: _Layers, layers: list[Linear], taken: set[int]) -> Iterator[MlpBlock]:
     into: dict[int, MlpBlock] = {}
     for layer in layers:
         if id(layer) in taken or not layer.forward:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from tilefit.errors import UsageError
-from tilefit.ops import BACKWARD_DATA, FORWARD, OPTIMIZER, Exchange, Program, Shard, Site, Step
+from tilefit.ops import BACKWARD_DATA, FORWARD, OPTIMIZER, Exchange, Shard, Site, Step
 from tilefit.ops.collective import ALL_REDUCE
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import scale_batch
@@ -164,6 +164,5 @@ def _reduced(step: Step, split: Split) -> Step:
             )
             buckets.append((place + 1, end + 1, replace(exchange, phase=BACKWARD_DATA)))
             bytes_ = 0
-    program = step.program or Program("", "")
-    program = replace(program, ranks=split.gpus, per_machine=min(split.gpus, MOST_LINKED))
+    program = replace(step.program, ranks=split.gpus, per_machine=min(split.gpus, MOST_LINKED))
     return replace(step, program=beside(program, buckets))

@@ -23,7 +23,6 @@ from tilefit.ops import (
     TensorRef,
 )
 from tilefit.ops.collective import ALL_GATHER, ALL_REDUCE
-from tilefit.ops.dtypes import size_bytes
 from tilefit.parallel.roles import AttentionBlock, MlpBlock, Roles, roles
 from tilefit.rules.layers import Linear
 
@@ -158,7 +157,7 @@ def tensor_parallel(step: Step, ranks: int, apart: Collection[str] = ()) -> tupl
         ops.append(new)
         if entry.phase == FORWARD:
             for ref in entry.outputs:
-                held = prod(ref.shape) * size_bytes(ref.dtype)
+                held = ref.bytes
                 before += held
                 after += held * kept.get(ref.id, _WHOLE)
         split = parts.layers.get(index)
@@ -171,7 +170,7 @@ def tensor_parallel(step: Step, ranks: int, apart: Collection[str] = ()) -> tupl
                 ops.append(_collective(new, ALL_GATHER, op.m * split.layer.out_features, ranks, op.dtype))
         elif _embeds(entry, found.tables):
             (ref, *_) = entry.outputs
-            ops.append(_collective(new, ALL_REDUCE, prod(ref.shape), ranks, ref.dtype))
+            ops.append(_collective(new, ALL_REDUCE, ref.elements, ranks, ref.dtype))
         elif not scored and _scores(entry, kept, found):
             scored = True
             rows = prod(entry.outputs[0].shape[:-1])
@@ -290,7 +289,7 @@ def _results(entry: StepOp, shares: list[Fraction], parts: _Parts) -> Iterator[F
     op = entry.op
     assert isinstance(op, Streaming)
     split_inputs = [(ref, share) for ref, share in zip(entry.inputs, shares, strict=True) if share != _WHOLE]
-    largest, share = max(((prod(ref.shape), share) for ref, share in split_inputs), default=(0, _WHOLE))
+    largest, share = max(((ref.elements, share) for ref, share in split_inputs), default=(0, _WHOLE))
     for ref in entry.outputs:
         if op.role == "embedding":
             # The rows of a split table are gathered from all ranks; its gradient is split as it is.
@@ -298,7 +297,7 @@ def _results(entry: StepOp, shares: list[Fraction], parts: _Parts) -> Iterator[F
             split = entry.phase == BACKWARD_WEIGHT and ref.shape[:1] and ref.shape[0] in parts.sizes and rows
             yield Fraction(parts.sizes[ref.shape[0]], ref.shape[0]) if split else _WHOLE
             continue
-        reduces = op.role in ("reduction", "loss") or prod(ref.shape) < largest
+        reduces = op.role in ("reduction", "loss") or ref.elements < largest
         yield _WHOLE if reduces and not parts.sizes.keys() & {*ref.shape} else share
 
 
@@ -308,7 +307,7 @@ def _streamed(
     read = _of(entry.inputs, shares) if op.role != "embedding" else 1.0
     written = _of(entry.outputs, results)
     refs = [*zip(entry.inputs, shares, strict=True), *zip(entry.outputs, results, strict=True)]
-    _, share = max(((prod(ref.shape), share) for ref, share in refs), key=lambda pair: pair[0])
+    _, share = max(((ref.elements, share) for ref, share in refs), key=lambda pair: pair[0])
     return replace(
         op,
         elements=max(1, int(op.elements * share)),
@@ -319,7 +318,7 @@ def _streamed(
 
 
 def _of(refs: tuple[TensorRef, ...], shares: list[Fraction]) -> float:
-    held = [prod(ref.shape) * size_bytes(ref.dtype) for ref in refs]
+    held = [ref.bytes for ref in refs]
     kept = sum(size * share for size, share in zip(held, shares, strict=True))
     return float(kept / sum(held)) if sum(held) else 1.0
 

@@ -32,12 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from tilefit.emulation.device import Device
+from tilefit.emulation.values import Schema
 from tilefit.precision import graph
 from tilefit.precision.ledger import Hooked, Hooks, Ledger, Running, capturing, has_hooks
 from tilefit.precision.lines import user_line
 from tilefit.precision.patches import Patches
 from tilefit.precision.recorder import Recorder
-from tilefit.precision.tensors import HALF, name_of, targets, tensors_in
+from tilefit.precision.tensors import HALF, name_of, tensors_in
 from tilefit.report.watched import Table
 
 #: When an operation runs: outside of backward passes, while no gradient carries a scale or while some do, or
@@ -84,7 +85,7 @@ class Call:
     @property
     def targets(self) -> list[Tensor]:
         """The tensors it writes to."""
-        return targets(self.func, self.args, self.kwargs)
+        return list(Schema.of(self.func).written(self.args, self.kwargs))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -59,18 +59,6 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += [item for item in value if isinstance(item, Tensor)]
     return found
-
-
-@cache
-def _mutated(func: Any) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(func._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
-def targets(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors an operation writes to, by position or by name."""
-    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _mutated(func)]
-    return tensors_in(written)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -21,20 +21,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from tilefit.measure.kernels import family, short_name
+from tilefit.measure.kernels import family, mma_generation, short_name
 
-#: ``mma`` shapes by the generation that brought them.
-_MMA = re.compile(
-    r"(?:^|[_a-z])[shdibt]?(16816|16832|16864|1688|161616|884)(?=gemm|cudnn|_|\b|fprop|dgrad|wgrad)"
-)
-_MMA_GENERATION = {
-    "16816": "sm80",
-    "16832": "sm80",
-    "16864": "sm80",
-    "161616": "sm70",
-    "1688": "sm75",
-    "884": "sm70",
-}
 _TENSOR = re.compile(
     r"nvjet|tensorop|wgmma|gmma|hmma|imma|tcgen05|umma|_xmma_(?!.*simt)|triton_tem_|triton_mm|triton_bmm"
     r"|mainloopsm(?:80|90|100|120)|flashattn(?:fwd|bwd)sm(?:80|90|100)"
@@ -102,7 +90,7 @@ def _tensor_core(low: str) -> bool | None:
     if fmha:
         # In fp32 the CUTLASS attention multiplies in TF32 parts, from Ampere on.
         return int(fmha[2]) >= (80 if fmha[1] == "f32" else 70)
-    if _TENSOR.search(low) or _MMA.search(low):
+    if _TENSOR.search(low) or mma_generation(low):
         return "_simt_" not in low
     return False if _CUDA_CORES.search(low) else None
 
@@ -119,7 +107,4 @@ def _generation(name: str, low: str) -> str:
     if "flash_fwd" in low or "flash_bwd" in low:
         return "sm80"
     kind = family(name)
-    if kind.startswith("sm"):
-        return kind
-    shape = _MMA.search(low)
-    return _MMA_GENERATION[shape[1]] if shape else ""
+    return kind if kind.startswith("sm") else mma_generation(low)

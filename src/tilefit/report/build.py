@@ -92,12 +92,10 @@ def build(
 def _tokens(step: Step) -> int:
     """Tokens of a sample. An integer of each may as well be a user, but where a prompt was read before."""
     tokens = tokens_of(step)
-    was_run = step.program is not None and step.program.was_run
-    return 0 if tokens == 1 and was_run and step.prompt is None else tokens
+    return 0 if tokens == 1 and step.program.was_run and step.prompt is None else tokens
 
 
 def _around(step: Step, gpu: Gpu, estimate: StepEstimate) -> Around:
-    assert step.program is not None
     around = Around.of(step.program, estimate.streams, step.ranks)
     around = replace(around, own_s=own_work_s(step.program))
     if step.settings.training or not step.batch:

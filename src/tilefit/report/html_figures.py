@@ -13,10 +13,10 @@ from math import atan2, ceil, degrees, floor, log2, log10, sqrt
 
 from tilefit import units
 from tilefit.cost.curve import knee
-from tilefit.ops import PRODUCTS
 from tilefit.report import text
 from tilefit.report.plot import ceiling
-from tilefit.report.report import BatchPoint, Device, MemoryMoment, OpRow, Report
+from tilefit.report.report import BatchPoint, MemoryMoment, OpRow, Report
+from tilefit.report.roof import peak_dtype, peaks
 from tilefit.report.text import OpGroup
 
 #: Kinds that have a colour of their own; the others share one.
@@ -110,24 +110,6 @@ class Roofline(Plot):
     roofs: tuple[Roof, ...]
     dots: tuple[Dot, ...]
     colors: tuple[str, ...]
-
-
-def peaks(device: Device) -> dict[str, float]:
-    """The peak of each element type; of the main one alone in a report that does not hold the others."""
-    return device.peaks_flop_per_s or {device.peak_dtype: device.peak_flop_per_s}
-
-
-def peak_dtype(op: OpRow, device: Device) -> str:
-    """The element type whose peak an operation's arithmetic can reach."""
-    # The arithmetic of other kinds runs on the fp32 pipelines.
-    wanted = op.dtype if op.kind in PRODUCTS or op.dtype == "fp64" else "fp32"
-    return next((name for name in (wanted, "fp32") if name in peaks(device)), device.peak_dtype)
-
-
-def floor_s(op: OpRow, device: Device) -> float:
-    """The time an operation would take on the roof: its arithmetic at the peak, or its bytes at full rate."""
-    peak = peaks(device)[peak_dtype(op, device)]
-    return max(op.flop / peak, op.moved_bytes / device.memory_bandwidth_bytes_per_s)
 
 
 def roofline(report: Report, groups: Sequence[OpGroup], rates: Sequence[float]) -> Roofline:

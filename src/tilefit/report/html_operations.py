@@ -8,8 +8,9 @@ from typing import Any
 
 from tilefit import units
 from tilefit.report import text
-from tilefit.report.html_figures import color, floor_s, peak_dtype, peaks
+from tilefit.report.html_figures import color
 from tilefit.report.report import Report
+from tilefit.report.roof import floor_s, peak_dtype, peaks
 from tilefit.report.text import OpGroup
 
 #: Whether an operation used them; nothing is said where its kernels' names do not tell.

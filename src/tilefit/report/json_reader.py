@@ -7,15 +7,15 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
 from math import inf, isfinite
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin
 
 from tilefit.cost.estimate import DATASHEET, ESTIMATED, MEASURED, TRANSFERRED
 from tilefit.errors import UsageError
 from tilefit.ops import PHASES
+from tilefit.ops.step_json import types_of
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Document, OpRow, Report, StepSummary
 from tilefit.report.watched import Watched
 from tilefit.rules.finding import ADVICE, ERROR, NOTE, SAFE, THROUGHPUT, UNSAFE, WARNING, Alarm, Finding
@@ -128,7 +128,7 @@ class _Reader:
     def _object(self, kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, dict):
             self._wrong("an object", path)
-        types = _types(kind)
+        types = types_of(kind)
         missing = [name for name in required(kind) if name not in value]
         if missing:
             names = ", ".join(f"{path}.{name}".lstrip(".") for name in missing)
@@ -183,12 +183,6 @@ def required(kind: Any) -> list[str]:
         for each in fields(kind)
         if each.default is MISSING and each.default_factory is MISSING and (kind, each.name) not in ABSENT
     ]
-
-
-@cache
-def _types(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {each.name: hints[each.name] for each in fields(kind)}
 
 
 def _no_report(why: str, where: str) -> UsageError:

@@ -18,8 +18,8 @@ from tilefit.errors import UsageError, near
 from tilefit.formats import render, renders
 from tilefit.ops.dtypes import size_bytes
 from tilefit.report import text
-from tilefit.report.html_figures import floor_s, peak_dtype, peaks
 from tilefit.report.report import Device, OpRow, Report
+from tilefit.report.roof import floor_s, peak_dtype, peaks
 from tilefit.report.text import OpGroup
 from tilefit.rules.finding import Finding
 

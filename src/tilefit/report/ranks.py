@@ -141,7 +141,7 @@ def _exchanged(exchanges: Sequence[Exchange], streams: Streams) -> Iterator[Exch
 
 
 def _stages(own: int, streams: Streams, ranks: Sequence[Step]) -> Iterator[Stage]:
-    peaks = {each.program.rank: each.memory.peak_bytes for each in ranks if each.program is not None}
+    peaks = {each.program.rank: each.memory.peak_bytes for each in ranks}
     order = [own, *(rank for rank in peaks if rank != own)]
     busy = dict(zip(order, streams.busy_s, strict=True)) if peaks else {}
     for rank, peak_bytes in peaks.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
@@ -157,20 +158,19 @@ def _rate(report: Report) -> Text:
     )
 
 
-def _bounds(report: Report) -> Text:
-    """A bar of the step's time, and the same in words."""
+def _bounds(report: Report) -> RenderableType:
+    """A bar of the step's time, and the same in words, each beside its glyph whatever the width."""
     parts = [(name, report.step.bounds_s.get(name, 0.0), *_BOUND_BAR[name]) for name in _BOUND_BAR]
     total_s = sum(time_s for _, time_s, _, _ in parts) or 1.0
-    bar, words = Text(), Text()
+    bar, words = Text(), list[Text]()
     edges = [0.0]
     for name, time_s, glyph, style in parts:
         edges.append(edges[-1] + time_s)
         start, end = (round(_BAR_WIDTH * edge / total_s) for edge in edges[-2:])
         bar.append(glyph * (end - start), style=style)
         if time_s >= 0.005 * total_s:
-            words.append(f"  {glyph} ", style=style)
-            words.append(f"{name} {time_s / total_s:.0%}".replace("%", " %"))
-    return bar + words
+            words.append(Text.assemble((glyph, style), f" {name} {time_s / total_s:.0%}".replace("%", " %")))
+    return Columns([bar, *words], padding=(0, 2))
 
 
 def _finding(finding: Finding, width: int, show_all: bool) -> RenderableType:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tilefit.ops import FORWARD, OPTIMIZER, Exchange, Program, Step
 from tilefit.ops.collective import ALL_REDUCE
+from tilefit.ops.dtypes import FLOATS
 from tilefit.ops.program import AWAIT, EXCHANGE, RECORD, Ordered
 from tilefit.rules.base import Change, changed
 
@@ -14,7 +15,6 @@ from tilefit.rules.base import Change, changed
 BUCKET_BYTES = 25 << 20
 #: All-reduces of less are of a loss or a norm. A choice.
 _LEAST_BYTES = 1 << 10
-_FLOATING = ("fp32", "bf16", "fp16", "fp64")
 
 
 def gradient_sums(step: Step) -> list[int]:
@@ -22,8 +22,8 @@ def gradient_sums(step: Step) -> list[int]:
     batch's."""
     return [
         index
-        for index, each in enumerate(step.program.exchanges if step.program else ())
-        if each.function == ALL_REDUCE and not each.grows and each.dtype in _FLOATING
+        for index, each in enumerate(step.program.exchanges)
+        if each.function == ALL_REDUCE and not each.grows and each.dtype in FLOATS
         if each.name == ALL_REDUCE and each.bytes >= _LEAST_BYTES
     ]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
+from tilefit.ops.dtypes import FLOATS
 from tilefit.rules.layers import Linear, linears
-
-FLOATS = ("fp64", "fp32", "fp16", "bf16")
 
 
 class Flow:
@@ -175,7 +174,18 @@ def is_add(entry: StepOp) -> bool:
 
 def tensor_bytes(refs: Iterable[TensorRef]) -> int:
     """Bytes of tensors, each memory counted once."""
-    return sum(ref.bytes for ref in {ref.id: ref for ref in refs}.values())
+    return sum(ref.bytes for ref in distinct(refs))
+
+
+def distinct(refs: Iterable[TensorRef]) -> tuple[TensorRef, ...]:
+    """Tensors, each memory once."""
+    return tuple({ref.id: ref for ref in refs}.values())
+
+
+def read_from_outside(entries: Sequence[StepOp]) -> tuple[TensorRef, ...]:
+    """What operations read that none of them makes."""
+    made = {ref.id for entry in entries for ref in entry.outputs}
+    return distinct(ref for entry in entries for ref in entry.inputs if ref.id not in made)
 
 
 def parent(module: str) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tilefit.ops import Step, StepOp, Streaming, TensorRef
+from tilefit.ops import Step, StepOp, Streaming
 from tilefit.rules.base import Edits
+from tilefit.rules.flow import distinct
 from tilefit.rules.layers import gemm
 
 
@@ -26,8 +27,8 @@ def one_product(step: Step, indices: Sequence[int], size: str, at: int) -> Edits
     merged = replace(
         entries[0],
         op=replace(products[0], bias=bias, ld_a=0, ld_b=0, **total),
-        inputs=_distinct(ref for entry in entries for ref in entry.inputs),
-        outputs=_distinct(ref for entry in entries for ref in entry.outputs),
+        inputs=distinct(ref for entry in entries for ref in entry.inputs),
+        outputs=distinct(ref for entry in entries for ref in entry.outputs),
     )
     return instead(indices, merged, at=at)
 
@@ -55,7 +56,3 @@ def together(entries: Sequence[StepOp]) -> StepOp:
         write_bytes=sum(part.write_bytes for part in parts),
     )
     return replace(entries[0], op=op)
-
-
-def _distinct(refs: Iterable[TensorRef]) -> tuple[TensorRef, ...]:
-    return tuple({ref.id: ref for ref in refs}.values())

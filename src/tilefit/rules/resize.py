@@ -66,9 +66,8 @@ def resize_streams(step: Step, sizes: Mapping[int, int], where: str = LAST) -> E
 def _growth(tensors: tuple[TensorRef, ...], sizes: Mapping[int, int], where: str) -> float:
     before = after = 0
     for ref in tensors:
-        element = size_bytes(ref.dtype)
-        before += prod(ref.shape) * element
-        after += prod(_resized(ref, sizes, where)) * element
+        before += ref.bytes
+        after += prod(_resized(ref, sizes, where)) * size_bytes(ref.dtype)
     return after / before if before else 1.0
 
 

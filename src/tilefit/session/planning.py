@@ -258,7 +258,6 @@ def _of_one_gpu(step: Step) -> Step:
         UsageError: it is not.
     """
     program = step.program
-    assert program is not None
     why, hint = "", ""
     if not step.settings.training or not program.updates:
         why, hint = "trains nothing", "A plan is made for what trains."
@@ -280,7 +279,6 @@ def _of_one_gpu(step: Step) -> Step:
 
 def _assumed(step: Step) -> tuple[str, ...]:
     """What is to be said of a program that is planned."""
-    assert step.program is not None
     ran = f"{step.program.command} ran on one GPU ({step.program.step})"
     notes = [f"{ran}; what its loop copies and waits for is left out."]
     if step.settings.compiled:

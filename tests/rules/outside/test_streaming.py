@@ -173,3 +173,9 @@ def test_where_the_gpu_limits_compiled_code_graphs_save_nothing() -> None:
     assert not findings(_launched(262144), "NTC006")
     (compiling,) = findings(_launched(262144, compiled=False), "NTC001")
     assert "CUDA graphs" not in compiling.fix
+
+
+def test_where_graphs_hold_hardly_anything_they_are_not_spoken_of() -> None:
+    step = capture(nn.Linear(1000, 990), torch.empty(4096, 1000), amp="bf16")
+    (compiling,) = findings(step, "NTC001")
+    assert "CUDA graphs" not in compiling.fix

@@ -14,12 +14,13 @@ from torch import nn
 
 from tilefit import units
 from tilefit.capture.trees import own_part, untransformed
-from tilefit.cost.uncompiled import beside
+from tilefit.cost.uncompiled import COMPILED_SHARE, beside
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.ops import FORWARD, StepOp
 
 #: What makes TorchScript of a module, of TorchScript other TorchScript, and a file of it.
 _SCRIPTING = ("script", "trace", "trace_module", "freeze", "optimize_for_inference", "save")
+_NOT_PYTORCHS = "nothing of PyTorch's own classes; torch.compile(model) does."
 #: Modes of ``torch.compile`` that replay CUDA graphs.
 _GRAPHED = ("reduce-overhead", "max-autotune")
 #: Shares of the forward pass below and above which a few operations are beside the point: losses, metrics.
@@ -43,8 +44,8 @@ class Compiling:
         self.whole = self.flex = self.graphed = self._scripted = False
         self._depth = self._since = 0
         self._done: list[range] = []
-        #: Classes of PyTorch's of which ``model.compile()`` was asked.
-        self._left: dict[str, None] = {}
+        #: Classes of which ``model.compile()`` was asked and does little, and what it compiles of them.
+        self._left: dict[str, str] = {}
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -86,7 +87,9 @@ class Compiling:
             model._compiled_call_impl = self._followed(model._call_impl)
             return model
         if getattr(model, "__func__", None) is nn.Module._call_impl and _is_pytorchs(model.__self__):
-            self._left[type(model.__self__).__name__] = None
+            called = model.__self__.forward.__name__ != "_forward_unimplemented"
+            name = type(model.__self__).__name__
+            self._left[name] = _NOT_PYTORCHS if called else "calls of it, of which there are none."
             self._in_place(model.__self__)
             return None  # what it is called by then
         return self._followed(model)
@@ -139,12 +142,9 @@ class Compiling:
     def notes(self) -> list[str]:
         """What is to be said where a part of the step is compiled."""
         notes = ["What is TorchScript runs as Python: what it fuses is not."] if self._scripted else []
-        notes += [
-            f"{name}.compile() compiles nothing of PyTorch's own classes; torch.compile(model) does."
-            for name in self._left
-        ]
+        notes += [f"{name}.compile() compiles {what}" for name, what in self._left.items()]
         if _LITTLE < self.share < _MOST:
-            taken = "compiled" if self.share >= 0.5 else "not compiled"
+            taken = "compiled" if self.share >= COMPILED_SHARE else "not compiled"
             covered = units.share(self.share)
             notes.append(f"torch.compile covers {covered} of the forward operations: all count as {taken}.")
         return notes

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,41 @@ _FEW = 8
 _Called = tuple[int, tuple[str, ...]]
 
 
+class Listener:
+    """Who is told where the step is, and what there is to know of the program around it."""
+
+    def begins(self) -> None:
+        """The step begins."""
+
+    def ends(self) -> None:
+        """It has ended."""
+
+    def first_ended(self) -> None:
+        """The first of all calls of a model has ended: the same one is called again."""
+
+    def goes_on(self) -> None:
+        """A model was called, or an optimizer stepped, again since the step had ended."""
+
+    def evaluates(self) -> None:
+        """A model is called and not trained though one was trained before."""
+
+    def line(self) -> str:
+        """The line of the program that is running."""
+        return ""
+
+    def lines(self) -> tuple[str, ...]:
+        """It, and those that it was called from."""
+        return ()
+
+    def is_aside(self) -> bool:
+        """Whether the program is on another stream than the first."""
+        return False
+
+    def may_capture(self) -> bool:
+        """Whether the program says somewhere that it captures a CUDA graph."""
+        return False
+
+
 class StepFinder:
     """Tells when the step to be captured begins and ends.
 
@@ -44,44 +79,19 @@ class StepFinder:
     Args:
         skip: Steps before it begins.
         steps: Steps until it ends.
-        on_begin: Told when it begins.
-        on_end: Told when it ends.
-        line: The line of the program that is running.
-        on_first: Told where the first of all calls ends: at the next of the same model.
-        on_call: Told whenever a model was called, or an optimizer stepped, again since the step had ended.
-        lines: It, and those that it was called from.
-
-    Attributes:
-        is_aside: Whether the program is on another stream than the first.
-        may_capture: Whether the program says somewhere that it captures a CUDA graph.
-        on_aside: Told whenever a model is called and not trained though one was trained before.
+        listener: Is told.
     """
 
-    def __init__(
-        self,
-        skip: int,
-        steps: int,
-        on_begin: Callable[[], None],
-        on_end: Callable[[], None],
-        line: Callable[[], str],
-        lines: Callable[[], tuple[str, ...]],
-        on_first: Callable[[], None] = lambda: None,
-        on_call: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._skip, self._steps = skip, steps
-        self._on_begin, self._on_end, self._on_call, self._line = on_begin, on_end, on_call, line
-        self._stack = lines
-        self.on_aside: Callable[[], None] = lambda: None
+    def __init__(self, skip: int, steps: int, listener: Listener) -> None:
+        self._skip, self._steps, self._listener = skip, steps, listener
         #: When an optimizer stepped last, by the monotonic clock.
         self.stepped_s = 0.0
-        self.is_aside: Callable[[], bool] = lambda: False
-        self.may_capture: Callable[[], bool] = lambda: False
         #: The CUDA graph that is being captured, how often one was replayed in which an optimizer steps, and
         #: with which replay the step begins.
         self._graph: Captured | None = None
         self._has_captured = False
         self._replays = self._replayed_from = 0
-        self._on_first: Callable[[], None] | None = on_first
+        self._is_first = True
         #: How often which model was called from which lines, and what was called when the step began last.
         self._calls: Counter[_Called] = Counter()
         self._called: _Called = (0, ())
@@ -116,7 +126,7 @@ class StepFinder:
         """Whether the step that has ended is the program's, whatever follows."""
         if self.infers:
             return False
-        warms_up = self.is_aside() or (not self._has_captured and self.may_capture())
+        warms_up = self._listener.is_aside() or (not self._has_captured and self._listener.may_capture())
         return bool(self._replays) or not warms_up
 
     @property
@@ -171,7 +181,7 @@ class StepFinder:
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
             self._made.add(optimizer)
-            self._lines[id(optimizer)] = self._line()
+            self._lines[id(optimizer)] = self._listener.line()
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             out = engine(*args, **kwargs)
@@ -197,28 +207,28 @@ class StepFinder:
         trains = getattr(model, "training", False) and torch.is_grad_enabled()
         if not self.infers:
             if not trains:
-                self.on_aside()
+                self._listener.evaluates()
             return
         if trains and self.is_to_train:
             self.forwards += 1
             return
-        key = id(model), self._stack()
+        key = id(model), self._listener.lines()
         self._acted["".join(key[1][:1])] += 1
         if self._has_ended:
             self._called_behind(model, key)
             return
         self._inside.add(id(model))
         most = max(self._calls.values(), default=0)
-        if self._on_first and most:
+        if self._is_first and most:
             if [each for each, _ in self._calls] == [id(model)]:
-                self._on_first()
-            self._on_first = None
+                self._listener.first_ended()
+            self._is_first = False
         self._calls[key] += 1
         count = self._calls[key]
         if key == self._called and self._called_at > self._skip:
             if count == self._called_at + self._steps:
                 self._has_ended = True
-                self._on_end()
+                self._listener.ends()
         elif not self._is_settled and (
             count > most or (most == 1 and len({each for each, _ in self._calls}) == 1)
         ):
@@ -228,7 +238,7 @@ class StepFinder:
     def _begin_at(self, key: _Called, count: int) -> None:
         self._called, self._called_at = key, count
         self._inside = {key[0]}
-        self._on_begin()
+        self._listener.begins()
 
     def _called_behind(self, model: object, key: _Called) -> None:
         """A call behind the step: of a model between whose calls those of the step are made, it begins anew.
@@ -244,7 +254,7 @@ class StepFinder:
             self._again = 0
             self._begin_at(key, self._skip + 1)
         else:
-            self._on_call()
+            self._listener.goes_on()
 
     def capturing(self, graph: Captured) -> None:
         """A CUDA graph is captured from now on: the step begins anew behind it."""
@@ -261,9 +271,9 @@ class StepFinder:
         self._replayed_from = self._replayed_from or (self._replays if self.taken > self._skip else 0)
         if self._replays == self._replayed_from:
             self.stepped = list(graph.optimizers)
-            self._on_begin()
+            self._listener.begins()
         elif self._replayed_from and self._replays == self._replayed_from + self._steps:
-            self._on_end()
+            self._listener.ends()
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._graph is not None:
@@ -297,11 +307,11 @@ class StepFinder:
         assert self._begun_at is not None
         if count == self._begun_at:
             self.stepped = []
-            self._on_begin()
+            self._listener.begins()
         elif count == self._begun_at + self._steps:
-            self._on_end()
+            self._listener.ends()
         elif count > self._begun_at + self._steps:
-            self._on_call()
+            self._listener.goes_on()
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[int]:

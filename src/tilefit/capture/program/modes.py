@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,13 +12,14 @@ import torch
 from torch import nn
 from torch.amp import autocast_mode
 
+from tilefit.capture import flex
 from tilefit.capture.autocast import AutocastState
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import OptimizerSteps, intercepted, state_bytes, state_of
-from tilefit.capture.program import flex
 from tilefit.capture.program.compiling import Compiling, is_on_gpu
 from tilefit.capture.program.distributed import gathered_parameters
 from tilefit.capture.program.events import Meetings
+from tilefit.capture.program.late import changed
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
 from tilefit.capture.trees import own_part
 from tilefit.emulation.device import Device
@@ -98,10 +100,11 @@ class ProgramModes(Modes):
         """Within the block a program runs on the GPU."""
         install(self.device_mode, self.gpu, self._mail)
         threads_see(self.semantic)
+        change = partial(flex.emulate, self.semantic.fused, lambda: self.compiling.fuses_flex)
         unscale = self.steps.in_phase(torch.amp.GradScaler._unscale_grads_)
         with (
             self.compiling.following(),
-            flex.emulated(self.semantic.fused, lambda: self.compiling.fuses_flex),
+            changed({flex.MODULE: change}),
             _followed(self.autocast),
             _without_inference_mode(),
             intercepted(self.steps),

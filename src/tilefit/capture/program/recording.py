@@ -36,8 +36,9 @@ class ProgramRecorder(Recorder):  # type: ignore[no-untyped-call]
     def identify(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory."""
         number = super().identify(tensor)
-        self.most_bytes = max(self.most_bytes, self.live_bytes)
-        self.ever_bytes = max(self.ever_bytes, self.live_bytes)
+        if self.live_bytes > self.most_bytes:
+            self.most_bytes = self.live_bytes
+            self.ever_bytes = max(self.ever_bytes, self.live_bytes)
         return number
 
     @property

@@ -25,7 +25,7 @@ from tilefit.capture.packages import is_installed
 from tilefit.capture.program.contained import Surroundings, contained
 from tilefit.capture.program.distributed import one_rank
 from tilefit.capture.program.extensions import replaced
-from tilefit.capture.program.finding import StepFinder
+from tilefit.capture.program.finding import Listener, StepFinder
 from tilefit.capture.program.idle import when_idle
 from tilefit.capture.program.invariants import ON_CPU
 from tilefit.capture.program.late import changed
@@ -200,7 +200,7 @@ def _no_step(finder: StepFinder, options: ProgramOptions) -> TilefitError:
     )
 
 
-class _Capture:
+class _Capture(Listener):
     """What is noted while the step runs, and made of it at its end."""
 
     def __init__(
@@ -212,21 +212,10 @@ class _Capture:
         keep: Callable[[Step], None],
         told: Callable[[str], None],
     ) -> None:
-        self.window, self.options, self.around = Window(modes), options, around
+        self.window, self.options, self.around, self._modes = Window(modes), options, around, modes
         self.done, self.keep, self.told = done, keep, told
-        self.finder = StepFinder(
-            options.skip,
-            options.steps,
-            self._begin,
-            self._end,
-            modes.sites.source_line,
-            modes.sites.source_stack,
-            self._first_ended,
-            self._went_on,
-        )
-        self.finder.on_aside = lambda: self._evaluates(modes.recorder.muted)
-        self.finder.is_aside = lambda: modes.meetings.is_aside
-        self.finder.may_capture = _names_graphs
+        self.finder = StepFinder(options.skip, options.steps, self)
+        self.line, self.lines = modes.sites.source_line, modes.sites.source_stack  # type: ignore[method-assign]
         modes.meetings.on_capture, modes.meetings.on_captured = self.finder.capturing, self.finder.captured
         #: Of what trains nothing, the first call of its model.
         self._first: Step | TilefitError | None = None
@@ -236,12 +225,12 @@ class _Capture:
         #: Whether a loop over a loader was ended early, to see what follows.
         self._cut = False
 
-    def _begin(self) -> None:
+    def begins(self) -> None:
         self.told("its step")
         self.around.loaders.stepped()
         self.window.begin()
 
-    def _end(self) -> None:
+    def ends(self) -> None:
         # Within the program, which may catch whatever is raised.
         result = self._result()
         if self.finder.is_settled:
@@ -259,11 +248,11 @@ class _Capture:
         if self._so_far is not None and self.finder.infers and not self.finder.is_to_train:
             self.done(_noted(self._so_far, _WAITED))
 
-    def _first_ended(self) -> None:
+    def first_ended(self) -> None:
         self._first = self._result()
         self.window.begin()
 
-    def _went_on(self) -> None:
+    def goes_on(self) -> None:
         late_s = time.monotonic() - self._until_s
         if late_s < 0 or (self.finder.infers and self.finder.may_widen and late_s < _WIDENING_S):
             return
@@ -276,11 +265,20 @@ class _Capture:
         elif not is_to_train:
             self.done(_noted(self._so_far, _STOPPED))
 
-    def _evaluates(self, is_before: bool) -> None:
+    def evaluates(self) -> None:
         """Between two steps before the one that is looked at, a loop that goes on for long is ended."""
         begun_s = self.finder.stepped_s
-        if is_before and begun_s and time.monotonic() - begun_s > _PATIENCE_S:
+        if self._modes.recorder.muted and begun_s and time.monotonic() - begun_s > _PATIENCE_S:
             self._cut |= self.around.loaders.end_epoch(begun_s)
+
+    def is_aside(self) -> bool:
+        return self._modes.meetings.is_aside
+
+    def may_capture(self) -> bool:
+        """One of the program's own files makes CUDA graphs."""
+        files = {str(getattr(module, "__file__", "") or "") for module in [*sys.modules.values()]}
+        own = (each for each in files if each.endswith(".py") and not is_installed(each))
+        return any(_MAKES_GRAPHS.search("".join(linecache.getlines(each))) for each in own)
 
     def so_far(self, error: TilefitError | None) -> Step | TilefitError | None:
         """What came of a program that has ended, with this error, and has trained nothing, or only as if to
@@ -310,7 +308,6 @@ class _Capture:
         name = self.options.program
         command = " ".join([name, *self.options.command])
         step = self.window.step(name, command, self.finder.stepped, self.finder.taken)
-        assert step.program is not None
         with _disable_current_modes():
             loaders = self.around.loaders.of_step()
         program = replace(
@@ -325,13 +322,6 @@ class _Capture:
             step = replace(step, prompt=first)
         notes = [*self.finder.notes, *([_CUT] if self._cut else [])]
         return replace(step, program=program, notes=(*step.notes, *notes))
-
-
-def _names_graphs() -> bool:
-    """Whether one of the program's own files makes CUDA graphs."""
-    files = {str(getattr(module, "__file__", "") or "") for module in [*sys.modules.values()]}
-    own = (each for each in files if each.endswith(".py") and not is_installed(each))
-    return any(_MAKES_GRAPHS.search("".join(linecache.getlines(each))) for each in own)
 
 
 def _noted(step: Step | TilefitError, *notes: str) -> Step | TilefitError:

@@ -28,6 +28,7 @@ from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.repeats import Repeats
 from tilefit.capture.program.words import described
 from tilefit.capture.trees import tensors, untransformed
+from tilefit.cost.uncompiled import COMPILED_SHARE
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import refuse_script
 from tilefit.ops import Habit, Site, Step
@@ -210,7 +211,7 @@ class Window:
         passes = max(map(_on_first_weights, self._passes.values()), default=1) if len(stepped) <= 1 else 1
         modes.count_optimizer_state()
         modes.recorder.mark_replayed_backward()
-        compiled = modes.compiling.share >= 0.5
+        compiled = modes.compiling.share >= COMPILED_SHARE
         reads = sum(event.kind == WAIT and event.within for event in modes.meetings.events)
         modes.note_graph_breaks(reads if compiled else 0)
         settings = modes.settings(compiled=compiled, cuda_graph=compiled and modes.compiling.graphed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -140,15 +139,13 @@ class Assumed:
         )
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether a module is as it was."""
-        return self.calls_the_same(type(module)) and self.reads_the_same(module)
-
-    def calls_the_same(self, kind: Any) -> bool:
-        """Whether the module, of this class by now, calls the functions that it called."""
+        """Whether a module is as it was: calls the functions that it called, with attributes as they were."""
+        kind, attributes = type(module), vars(module)
         if kind.forward is not self.forward:
             return False
-        if torch.compiler.is_compiling():
-            return True
+        if torch.compiler.is_compiling():  # which compiles anew for another value
+            values = [self.values] if len(self.names) == 1 else self.values
+            return all(getattr(module, n, None) == v for n, v in zip(self.names, values, strict=True))
         for owner, name, value in outside(self.kind, self.forward):
             if owner is None:
                 continue
@@ -156,44 +153,16 @@ class Assumed:
             # What this package puts there for a while computes the same.
             if now is not value and not str(getattr(now, "__module__", "")).startswith("tilefit."):
                 return False
-        return _hold_the_same(_held_outside(self.kind, self.forward))
-
-    def reads_the_same(self, module: nn.Module) -> bool:
-        """Whether its attributes are what they were."""
-        if torch.compiler.is_compiling():  # which compiles anew for another value
-            values = [self.values] if len(self.names) == 1 else self.values
-            return all(getattr(module, n, None) == v for n, v in zip(self.names, values, strict=True))
-        attributes = vars(module)
-        if tuple(attributes["_modules"]) != self.parts:
-            return False
         more = len(OF_CHANGED) if "_tilefit" in attributes else 0
-        if self.size not in (-1, len(attributes) - more - (_COMPILED in attributes)):
+        is_as_large = self.size in (-1, len(attributes) - more - (_COMPILED in attributes))
+        if not is_as_large or tuple(attributes["_modules"]) != self.parts:
             return False
         try:
-            return bool(self.get(attributes) == self.values) and _hold_the_same(self.holding)
+            is_same = bool(self.get(attributes) == self.values)
         except (KeyError, RuntimeError, ValueError):  # no such name; tensors compare to many values
             return False
-
-    def restore(self) -> None:
-        """Put back what the values held."""
-        for value, copy in self.holding:
-            held = contents(value)
-            held.clear()
-            (held.extend if isinstance(held, list) else held.update)(copy)
-
-
-@contextmanager
-def restored(module: nn.Module) -> Iterator[Callable[[], bool]]:
-    """After the block the attributes of a module and its parts are what they were; in it one can ask whether
-    they still are."""
-    kept = [(part, Assumed.of(part), dict(vars(part))) for part in module.modules()]
-    try:
-        yield lambda: all(assumed.holds(part) for part, assumed, _ in kept)
-    finally:
-        for part, assumed, attributes in kept:
-            vars(part).clear()
-            vars(part).update(attributes)
-            assumed.restore()
+        held = (*_held_outside(self.kind, self.forward), *self.holding)
+        return is_same and _hold_the_same(held)
 
 
 def _hold_the_same(holding: tuple[tuple[Any, Any], ...]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
 from typing import Any, ClassVar, cast
 
@@ -39,11 +38,9 @@ class Behaviour(ABC):
     """A way to compute what a module computes. Instances are data that can be copied, compared and pickled,
     and keep nothing from one call to the next."""
 
-    #: It computes the module's function itself, as long as that is the one it was. Others call ``forward``,
-    #: and run around such a one.
+    #: It computes the module's function itself, as long as that is the one it was, in place of one that did
+    #: so before. Others call ``forward``, and run around such a one.
     is_innermost: ClassVar[bool] = False
-    #: From one seed the changed module draws the same random numbers (dropout) as the original.
-    same_random_numbers: ClassVar[bool] = True
 
     @abstractmethod
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,17 +54,6 @@ class Behaviour(ABC):
         """
         require_changeable(module, path)
         refuse(behaves(module, type(self)), f"{path or 'the model'} was changed in this way before")
-
-    def beside(self, module: nn.Module) -> tuple[Behaviour, Behaviour | None]:
-        """What a module is given, and of what it has that which it takes the place of."""
-        return self, None
-
-
-@dataclass(frozen=True)
-class Part:
-    """In the data of a behaviour that is not given yet: a module of the model."""
-
-    path: str
 
 
 class Changed:

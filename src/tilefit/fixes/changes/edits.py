@@ -20,13 +20,17 @@ class Edits:
     def __init__(self) -> None:
         self._undos: list[Callable[[], Any]] = []
 
-    def behave(self, module: nn.Module, behaviour: Behaviour) -> None:
-        """Give a module a behaviour."""
+    def give(self, module: nn.Module, path: str, behaviour: Behaviour) -> None:
+        """Give a module a behaviour.
+
+        Raises:
+            RefusedError: it cannot be given to it.
+        """
+        behaviour.require(module, path)
         changed = Changed.of(module)
-        behaviour, old = behaviour.beside(module)
-        if old is not None:
-            new = tuple(behaviour if each is old else each for each in changed.behaviours)
-            self.set(changed, "behaviours", new)
+        first, *others = changed.behaviours or (None,)
+        if behaviour.is_innermost and first is not None and first.is_innermost:
+            self.set(changed, "behaviours", (behaviour, *others))
             return
         changed.add(behaviour)
         self.undone_by(partial(changed.remove, behaviour))

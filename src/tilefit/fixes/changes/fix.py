@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from tilefit.fixes.changes.behaviour import Behaviour, Part, require_changeable
+from tilefit.fixes.changes.behaviour import Behaviour
 from tilefit.fixes.changes.behaviour import RefusedError as RefusedError
 from tilefit.fixes.changes.behaviour import refuse as refuse
 from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.modules import submodule
-from tilefit.fixes.changes.region import Opened, Region
 from tilefit.fixes.changes.run import Run
 from tilefit.rules import base
 from tilefit.rules.finding import SAFE
@@ -49,8 +48,7 @@ class ChangeSet:
 
     Attributes:
         modules: Paths of the modules it changes; empty where it changes only how the model is run.
-        behaviours: What modules are given, by path; in place of modules and regions these have
-            :class:`~tilefit.fixes.changes.behaviour.Part` and :class:`~tilefit.fixes.changes.region.Opened`.
+        behaviours: What modules are given, by path.
         options: How the step is run.
         also: What else it does: ``(change, run, edits)``, a function of a file, so that equal changes are.
         words: What it does, one sentence: ``Pad lm_head from 50257 to 50304 outputs.``
@@ -90,13 +88,8 @@ class ChangeSet:
         edits.run(run, **dict(self.options))
         if self.also is not None:
             self.also(self, run, edits)
-        modules = [submodule(run.model, path) for path, _ in self.behaviours]
-        for module, (path, behaviour) in zip(modules, self.behaviours, strict=True):
-            behaviour.require(module, path)
-        regions: dict[Opened, Region] = {}
-        placed = [_placed(behaviour, run, edits, regions) for _, behaviour in self.behaviours]
-        for module, behaviour in zip(modules, placed, strict=True):
-            edits.behave(module, behaviour)
+        for path, behaviour in self.behaviours:
+            edits.give(submodule(run.model, path), path, behaviour)
 
     def apply(self, run: Run, edits: Edits | None = None) -> Edits:
         """Make the change in place, on top of other edits if there are any.
@@ -135,22 +128,6 @@ def in_words(modules: Iterable[str]) -> str:
     """Modules that are changed."""
     paths = list(modules)
     return pattern(paths) if any(paths) else "the model"
-
-
-def _placed(value: Any, run: Run, edits: Edits, regions: dict[Opened, Region]) -> Any:
-    """A behaviour, or a part of it, with the modules and regions that it is about."""
-    if isinstance(value, Part):
-        return submodule(run.model, value.path)
-    if isinstance(value, Opened):
-        if value not in regions:
-            module = submodule(run.model, value.path)
-            require_changeable(module, value.path)
-            regions[value] = value.kind.at(module, edits)
-        return regions[value]
-    if isinstance(value, Behaviour):
-        held = {each.name: getattr(value, each.name) for each in fields(value)}  # type: ignore[arg-type]
-        return replace(value, **{name: _placed(each, run, edits, regions) for name, each in held.items()})  # type: ignore[type-var]
-    return tuple(_placed(each, run, edits, regions) for each in value) if type(value) is tuple else value
 
 
 @dataclass(frozen=True)

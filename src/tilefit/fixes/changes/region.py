@@ -12,7 +12,6 @@ from torch import nn
 
 from tilefit.fixes.changes.behaviour import Behaviour, require_changeable
 from tilefit.fixes.changes.calls import is_transformed
-from tilefit.fixes.changes.edits import Edits
 
 
 class _Here(threading.local):
@@ -52,13 +51,6 @@ class Region(Behaviour):
             if outer is not None:
                 spaces[id(self)] = outer
 
-    @classmethod
-    def at(cls, module: nn.Module, edits: Edits) -> Region:
-        """That which calls of a module open from now on."""
-        region = cls()
-        edits.behave(module, region)
-        return region
-
     def require(self, module: nn.Module, path: str) -> None:
         require_changeable(module, path)
 
@@ -72,17 +64,3 @@ class Region(Behaviour):
             return None
         space, hooks = found
         return space if hooks == packing() else None
-
-
-@dataclass(frozen=True)
-class Opened:
-    """In the data of behaviours that are not given yet: the region that calls of a module open; equal ones
-    are one.
-
-    Attributes:
-        path: Of the module.
-        kind: What opens it: a class with a method ``at``, as :class:`Region` has it.
-    """
-
-    path: str
-    kind: Any = Region

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 from tilefit.cost import estimate
-from tilefit.fixes.changes.behaviour import Behaviour, Part
+from tilefit.fixes.changes.behaviour import Behaviour
 from tilefit.fixes.changes.calls import as_rows, linear_dtype
+from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix, in_words
 from tilefit.fixes.changes.modules import caller, fewest_rows, require_alone, state_of, submodule
-from tilefit.fixes.changes.region import Opened, Region
+from tilefit.fixes.changes.region import Region
+from tilefit.fixes.changes.run import Run
 from tilefit.ops import Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.flow import Flow, LinearCall, linear_calls
@@ -48,7 +50,7 @@ class Merged(Behaviour):
     """
 
     region: Region
-    members: tuple[nn.Linear, ...]
+    members: tuple[Any, ...]
     index: int
     least_rows: int
     is_innermost = True
@@ -60,18 +62,22 @@ class Merged(Behaviour):
         space = self.region.space()
         # In inference mode nobody can tell whether the input was written to.
         dtype = None if space is None else linear_dtype(module, input)
-        if space is None or dtype is None:
-            return forward(input)  # type: ignore[no-any-return]
-        state = input._version, input.data_ptr(), torch.is_grad_enabled(), dtype
-        found: _Products | None = space.get(self.members)
-        if found is None or not found.outputs:
-            if not self._can_merge(input, dtype):
-                return forward(input)  # type: ignore[no-any-return]
-            found = space[self.members] = _Products(input, state, self.members)
-        elif found.input is not input or found.state != state or not found.holds(self.index):
-            return forward(input)  # type: ignore[no-any-return]
-        output = found.outputs.pop(self.index, None)
-        return forward(input) if output is None else output  # type: ignore[no-any-return]
+        output = None if space is None or dtype is None else self._output(space, module, input, dtype)
+        return forward(input) if output is None else output
+
+    def _output(
+        self, space: dict[Any, Any], module: nn.Module, x: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """What a layer makes of an input, if that is to be computed with its siblings'."""
+        state = x._version, x.data_ptr(), torch.is_grad_enabled(), dtype
+        if not (self.members in space and space[self.members][-1]):
+            if not self._can_merge(x, dtype):
+                return None
+            states = [*map(state_of, self.members)]
+            space[self.members] = x, state, states, _outputs(self.members, x.to(dtype))
+        its, then, states, outputs = space[self.members]
+        is_so = its is x and then == state and states[self.index] == state_of(module)
+        return outputs.pop(self.index, None) if is_so else None
 
     def _can_merge(self, x: torch.Tensor, dtype: torch.dtype) -> bool:
         if x.numel() < self.least_rows * x.shape[-1]:
@@ -85,32 +91,14 @@ class Merged(Behaviour):
         )
 
 
-class _Products:
-    """What all siblings make of an input.
-
-    Attributes:
-        input, state: The input, and what the outputs depend on besides.
-        outputs: By member, until they are asked for.
-    """
-
-    def __init__(self, x: torch.Tensor, state: Any, members: Sequence[nn.Linear]) -> None:
-        self.input, self.state = x, state
-        self._members = members
-        self._states = [state_of(member) for member in members]
-        *_, is_graded, dtype = state
-        sizes = [len(member.weight) for member in members]
-        parameters = [p for name in ("weight", "bias") for p in (m._parameters[name] for m in members)]
-        if x.dtype != dtype:
-            x = x.to(dtype)
-        if is_graded and any(p is not None and p.requires_grad for p in (x, *parameters)):
-            outputs = _Product.apply(sizes, x, *parameters)  # type: ignore[no-untyped-call]
-        else:
-            outputs = _product(sizes, x, parameters)[0]
-        self.outputs = dict(enumerate(outputs))
-
-    def holds(self, index: int) -> bool:
-        """Whether a member has the parameters that its output was computed with."""
-        return state_of(self._members[index]) == self._states[index]
+def _outputs(members: Sequence[Any], x: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The products of an input with all layers, in its element type."""
+    sizes = [len(member.weight) for member in members]
+    parameters = [*(member.weight for member in members), *(member.bias for member in members)]
+    is_graded = any(each is not None and each.requires_grad for each in (x, *parameters))
+    if is_graded and torch.is_grad_enabled():
+        return dict(enumerate(_Product.apply(sizes, x, *parameters)))  # type: ignore[no-untyped-call]
+    return dict(enumerate(_product(sizes, x, parameters)[0]))
 
 
 def _product(sizes: list[int], x: torch.Tensor, parameters: Sequence[Any]) -> tuple[Tensors, torch.Tensor]:
@@ -145,10 +133,10 @@ class _Product(Function):
         ctx.save_for_backward(x, weight)
         # Those that the gradient is differentiated by once more; the product needs them no longer.
         ctx.sizes, ctx.weights = sizes, parameters[: len(sizes)]
-        ctx.versions = [each._version for each in ctx.weights]
         ctx.left, ctx.kept = set(range(len(sizes))), None
         needs_x, *needs = ctx.needs_input_grad[1:]
         ctx.watched = needs_x and weight.dtype == ctx.weights[0].dtype
+        ctx.versions = x._version, *(each._version for each in ctx.weights)
         if not needs_x:
             trained = map(any, zip(needs[: len(sizes)], needs[len(sizes) :], strict=True))
             ctx.mark_non_differentiable(*(y for y, asks in zip(outputs, trained, strict=True) if not asks))
@@ -156,84 +144,65 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        x, weight, version = ctx.kept or (*ctx.saved_tensors, None)
-        if version not in (None, x._version):
-            raise RuntimeError("the input of a product was changed in place before its gradient was computed")
-        is_watched = ctx.watched or torch.is_grad_enabled()
-        if is_watched and ctx.versions != [each._version for each in ctx.weights]:
+        x, weight = ctx.kept or ctx.saved_tensors
+        is_again, number = torch.is_grad_enabled(), len(ctx.sizes)
+        read = (x, *ctx.weights) if ctx.watched or is_again else (x,)
+        if any(each._version != version for each, version in zip(read, ctx.versions, strict=False)):
             raise RuntimeError(
-                "a weight was changed in place before the gradient of its product was computed"
+                "the input or a weight was changed in place before the gradient of its product was computed"
             )
-        needs_x, *needs = ctx.needs_input_grad[1:]
-        sizes = ctx.sizes
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
         # Each layer by itself could still be differentiated when the graph of another was.
         ctx.left.difference_update(used)
-        ctx.kept = (x, weight, x._version) if ctx.left else None
-        by_input, by_weight, by_bias = None, [None] * len(sizes), [None] * len(sizes)
-        rows = as_rows(x)
-        for members, gradient, own in _parts(ctx, used, gradients, weight):
-            if needs_x:
-                product = gradient @ own
-                by_input = product if by_input is None else by_input + product
-            gradient = as_rows(gradient)
-            if any(needs[: len(sizes)]):
-                _divide(by_weight, members, sizes, (gradient.mT @ rows).to(ctx.weights[0].dtype))
-            if any(needs[len(sizes) :]):
-                _divide(by_bias, members, sizes, gradient.sum(0).to(ctx.weights[0].dtype))
-        found = (g if needed else None for g, needed in zip(by_weight + by_bias, needs, strict=True))
+        ctx.kept = (x, weight) if ctx.left else None
+        if is_again or len(used) < number:
+            own = [each.to(x.dtype) for each in ctx.weights] if is_again else torch.split(weight, ctx.sizes)
+            weight = torch.cat([own[i] for i in used])
+        gradient = torch.cat([gradients[i] for i in used], -1)  # type: ignore[misc]
+        needs_x, *needs = ctx.needs_input_grad[1:]
+        by_input, rows = gradient @ weight if needs_x else None, as_rows(gradient)
+        found: list[torch.Tensor | None] = [None] * len(needs)
+        for first, make in ((0, lambda: rows.mT @ as_rows(x)), (number, lambda: rows.sum(0))):
+            if any(needs[first : first + number]):
+                made = torch.split(make().to(ctx.weights[0].dtype), [ctx.sizes[i] for i in used])  # type: ignore[no-untyped-call]
+                for i, each in zip(used, made, strict=True):
+                    found[first + i] = each if needs[first + i] else None
         return None, by_input, *found
 
 
-def _parts(ctx: Any, used: list[int], gradients: Any, weight: torch.Tensor) -> Iterable[Any]:
-    """Of which outputs, with what gradient, of products with which weights: all at once where that can be."""
-    if torch.is_grad_enabled():
-        return [([i], gradients[i], ctx.weights[i].to(gradients[i].dtype)) for i in used]
-    if len(used) == len(ctx.sizes):
-        return [(used, torch.cat(gradients, -1), weight)]
-    weights = torch.split(weight, ctx.sizes)
-    return [([i], gradients[i], weights[i]) for i in used]
-
-
-def _divide(found: list[Any], members: list[int], sizes: list[int], gradient: torch.Tensor) -> None:
-    """Give each member its rows of a gradient."""
-    if len(members) == 1:
-        found[members[0]] = gradient
-    else:
-        # Gradients in batches have no such rule, and are nobody's to keep.
-        is_batched = torch._C._functorch.is_legacy_batchedtensor(gradient)
-        split = torch.split if is_batched else torch.unsafe_split_with_sizes
-        found[:] = split(gradient, sizes)
-
-
-def merging(
-    model: nn.Module, groups: Sequence[tuple[str, ...]], least_rows: int, host_s: float = 0.0
-) -> ChangeSet:
+@dataclass(frozen=True)
+class Merging(ChangeSet):
     """The change of groups of sibling layers, each to become one product.
 
-    Args:
-        model: The model.
+    Attributes:
         groups: Paths of the layers of each group.
         least_rows: As in :class:`Merged`.
-        host_s: Of the change.
-
-    Raises:
-        RefusedError: no module that can be changed calls them.
     """
-    behaviours: list[tuple[str, Behaviour]] = []
-    for group in groups:
-        region: Any = Opened(caller(model, group[0]))
-        members: Any = tuple(map(Part, group))
-        merged = (Merged(region, members, index, least_rows) for index in range(len(group)))
-        behaviours += zip(group, merged, strict=True)
-    names = ", ".join(path.rpartition(".")[2] for path in groups[0])
-    parents = in_words(dict.fromkeys(group[0].rpartition(".")[0] for group in groups))
-    return ChangeSet(
-        tuple(dict.fromkeys(path for path, _ in behaviours)),
-        behaviours=tuple(behaviours),
-        words=f"Compute {names} in {parents} as one product.",
-        host_s=host_s,
-    )
+
+    groups: tuple[tuple[str, ...], ...] = ()
+    least_rows: int = 0
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[str, ...]], least_rows: int, host_s: float = 0.0) -> Merging:
+        """That of these groups."""
+        paths = tuple(dict.fromkeys(path for group in groups for path in group))
+        return cls(paths, groups=tuple(groups), least_rows=least_rows, host_s=host_s)
+
+    @property
+    def summary(self) -> str:
+        names = ", ".join(path.rpartition(".")[2] for path in self.groups[0])
+        parents = in_words(dict.fromkeys(group[0].rpartition(".")[0] for group in self.groups))
+        return f"Compute {names} in {parents} as one product."
+
+    def make(self, run: Run, edits: Edits) -> None:
+        regions: dict[str, Region] = {}
+        for group in self.groups:
+            path, members = caller(run.model, group[0]), tuple(submodule(run.model, p) for p in group)
+            if path not in regions:
+                regions[path] = Region()
+                edits.give(submodule(run.model, path), path, regions[path])
+            for index, (member, each) in enumerate(zip(members, group, strict=True)):
+                edits.give(member, each, Merged(regions[path], members, index, self.least_rows))
 
 
 @fix("merge-projections", "INT004")
@@ -281,7 +250,7 @@ def merge_projections(context: Context) -> Found:
     for found in alike.values():
         merged = tuple(dict.fromkeys(tuple(call.layer.module for call in calls) for calls in found))
         rows = _least_rows(context, found[0])
-        yield merging(context.run.model, merged, rows, HOST_S * len(found))
+        yield Merging.of(merged, rows, HOST_S * len(found))
 
 
 def _product_of(context: Context, call: LinearCall) -> Gemm:

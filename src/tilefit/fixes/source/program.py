@@ -45,7 +45,6 @@ class Files:
     def of(cls, step: Step, main: Path) -> Files:
         """Those that a program's step was seen in."""
         program = step.program
-        assert program is not None
         lines = [*(entry.site.source for entry in step.ops), *(event.site.source for event in program.events)]
         lines += [*program.optimizers, *(loader.source for loader in program.loaders)]
         lines += [call.rpartition(":")[0] for call in program.models]
@@ -53,7 +52,7 @@ class Files:
 
     def seen(self, step: Step) -> Program:
         """Where things are in the files as they are; ``step``: of them as they are."""
-        return step.program or Program("", "")
+        return step.program
 
     def syntax(self, path: str | Path) -> Syntax:
         """A file, parsed.

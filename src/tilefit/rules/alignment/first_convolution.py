@@ -6,8 +6,7 @@ from dataclasses import replace
 from math import prod
 
 from tilefit.ops import FORWARD, Conv, Step, StepOp, Streaming
-from tilefit.ops.dtypes import elements_per_access, size_bytes
-from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
+from tilefit.ops.dtypes import TENSOR_CORE_DTYPES, elements_per_access, size_bytes
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.units import counted

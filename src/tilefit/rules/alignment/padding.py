@@ -6,15 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from tilefit.ops import FORWARD, Gemm, Step, Streaming
-from tilefit.ops.dtypes import LINE_BYTES, elements_per_access, size_bytes
+from tilefit.ops.dtypes import LINE_BYTES, TENSOR_CORE_DTYPES, elements_per_access, size_bytes
 from tilefit.rules.base import Context, Replaced
 from tilefit.rules.finding import SAFE, UNSAFE
 from tilefit.rules.layers import gemm
 from tilefit.rules.resize import pad
 from tilefit.units import share
 
-#: Element types Tensor Cores multiply in units of 16 bytes.
-TENSOR_CORE_DTYPES = ("fp16", "bf16", "tf32", "fp8", "int8")
 #: A full cache line is preferred to 16 bytes unless it is slower by this share: on an H200 it measured a few
 #: per cent faster, never slower.
 _TIE = 0.01

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tilefit.rules.alignment.features import Group, designed
 from tilefit.rules.alignment.padding import misfit, pairs, with_zeros
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
-from tilefit.units import seconds
 
 
 class RecurrentSizes(Rule):
@@ -43,7 +42,6 @@ class RecurrentSizes(Rule):
         sizes, resized, streams = group.padded(context)
         how, safety = with_zeros(step, sizes)
         first = step.ops[group.recurrent[0]]
-        before_s = context.time_s(resized)
         return Proposal(
             place=context.place(group.recurrent),
             message=f"recurrent sizes of {' and '.join(map(str, sizes))} are {misfit(group.dtype)}",
@@ -52,6 +50,6 @@ class RecurrentSizes(Rule):
             change=Change({**streams, **resized}),
             arithmetic=(
                 f"{first.op.shape} {group.dtype}, all passes and the linear layers beside it: "
-                f"{seconds(before_s)} -> {seconds(context.replaced_s(resized))}",
+                f"{context.saving(resized)}",
             ),
         )

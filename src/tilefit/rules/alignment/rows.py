@@ -78,7 +78,7 @@ class Rows(Rule):
             message=f"{size} rows are contiguous in memory and {misfit(dtype)}: {run_on(context, indices)}",
             fix=(
                 f"Multiply from the other side, F.linear(x.transpose(-1, -2), weight), "
-                f"or pad the {size} positions to {sizes[size]}, as tilefit fix does (pad-rows)."
+                f"or pad the {size} positions to {sizes[size]}."
             ),
             safety=ADVICE,
             change=Change({**resize_streams(step, sizes), **products}),

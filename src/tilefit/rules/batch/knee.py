@@ -98,7 +98,7 @@ def _pairs_samples(step: Step) -> bool:
 
 
 def _fix(step: Step, factor: int) -> str:
-    whole, parts = factor * step.batch, step.program.micro_batches if step.program else 1
+    whole, parts = factor * step.batch, step.program.micro_batches
     if not step.settings.training:
         return f"Put {whole} samples into one call."
     if parts % factor:

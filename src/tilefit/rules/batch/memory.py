@@ -69,7 +69,7 @@ class OutOfMemory(Rule):
         if memory.peak_bytes <= usable:
             return
         training = step.settings.training
-        parts = step.program.micro_batches if step.program else 1
+        parts = step.program.micro_batches
         fits = largest_batch(step, gpu) // parts if step.batch else 0
         if memory.constant_bytes > usable:
             gpus = ceil(memory.constant_bytes / usable)

@@ -9,7 +9,7 @@ from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES
 from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE, UNSAFE
-from tilefit.rules.flow import Flow, is_cast, tensor_bytes
+from tilefit.rules.flow import Flow, is_cast, read_from_outside, tensor_bytes
 from tilefit.rules.merging import instead
 from tilefit.rules.outside.attention_by_hand import attention_chains
 from tilefit.units import counted, share, size
@@ -169,8 +169,7 @@ def _fused(flow: Flow, region: list[int]) -> StepOp:
     step = flow.step
     inside = set(region)
     entries = [step.ops[i] for i in region]
-    made = {ref.id for entry in entries for ref in entry.outputs}
-    reads = {ref.id: ref for entry in entries for ref in entry.inputs if ref.id not in made}
+    reads = read_from_outside(entries)
     ends = [e for e in entries if is_cast(e) and e.outputs[0].dtype in HALVES]
     writes = {ref.id: ref for entry in ends for ref in entry.outputs}
     # What the backward pass reads is kept, in half.
@@ -179,20 +178,20 @@ def _fused(flow: Flow, region: list[int]) -> StepOp:
         if set(flow.readers[i]) - inside:
             writes.update((ref.id, replace(ref, dtype=half)) for ref in step.ops[i].outputs)
     last = ends[-1]
-    largest = max(ref.elements for ref in (*reads.values(), *writes.values()))
+    largest = max(ref.elements for ref in (*reads, *writes.values()))
     roles = {entry.op.category for entry in entries}
     reduces = roles & _REDUCING
     inner = max(entry.op.inner for entry in entries if isinstance(entry.op, Streaming))
     op = Streaming(
         "normalization" if reduces else "pointwise",
         largest,
-        tensor_bytes(reads.values()),
+        tensor_bytes(reads),
         tensor_bytes(writes.values()),
         last.outputs[0].dtype,
         inner=inner if reduces else 0,
     )
     site = next(entry.site for entry in entries if not is_cast(entry))
-    return replace(last, op=op, site=site, inputs=tuple(reads.values()), outputs=tuple(writes.values()))
+    return replace(last, op=op, site=site, inputs=reads, outputs=tuple(writes.values()))
 
 
 def _wide_products(context: Context) -> Proposals:

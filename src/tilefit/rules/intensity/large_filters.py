@@ -9,7 +9,6 @@ from tilefit.ops import BACKWARD_DATA, FORWARD, Conv, StepOp, Streaming
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
-from tilefit.units import seconds
 
 
 class LargeFilters(Rule):
@@ -58,7 +57,6 @@ class LargeFilters(Rule):
         rows = {index: _rows(entry, op) for index, entry, op, layer in convolutions if layer in fallen}
         if not rows:
             return
-        before_s = context.time_s(rows)
         place = context.place(rows)
         many = f"{place.sites} convolutions have filters" if place.sites > 1 else "1 convolution has a filter"
         yield Proposal(
@@ -68,7 +66,7 @@ class LargeFilters(Rule):
             safety=ADVICE,
             change=Change(rows),
             arithmetic=(
-                f"all passes: {seconds(before_s)} -> {seconds(context.replaced_s(rows))}",
+                f"all passes: {context.saving(rows)}",
                 f"shapes: {', '.join(sorted(op.shape for op in fallen))}",
             ),
         )

@@ -14,7 +14,7 @@ from tilefit.rules.flow import Flow, LinearCall, bias_gradient, is_add, is_cast,
 from tilefit.rules.layers import gemm
 from tilefit.rules.merging import one_product, one_stream
 from tilefit.rules.sites import pattern
-from tilefit.units import counted, seconds
+from tilefit.units import counted
 
 
 class ParallelProjections(Rule):
@@ -95,10 +95,11 @@ class ParallelProjections(Rule):
                 f"data gradients -> one {m}x{k}x{sum(outputs)}: {gone} of {m}x{k} less; "
                 f"a concatenation of {m}x{sum(outputs)} is new and counted"
             )
-        faster = f"{seconds(context.time_s(replaced))} -> {seconds(context.replaced_s(replaced))}"
         odd = any(is_misaligned(size, products[0].dtype) for size in outputs)
         first_that = "; these sizes are misaligned, which costs more: see ALN001" if odd else ""
-        lines.append(f"all that is merged, {counted(len(groups), 'time')}: {faster}{first_that}")
+        lines.append(
+            f"all that is merged, {counted(len(groups), 'time')}: {context.saving(replaced)}{first_that}"
+        )
         return Proposal(
             place=Place(pattern(parents), first[0].layer.source, len(parents)),
             message=f"{', '.join(names)} multiply the same input in {len(names)} separate products",

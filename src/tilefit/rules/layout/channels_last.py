@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from tilefit.gpus import Gpu
 from tilefit.ops import Conv, Step, StepOp, Streaming
+from tilefit.ops.dtypes import TENSOR_CORE_DTYPES
 from tilefit.ops.streaming import CONTIGUOUS
-from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
 from tilefit.rules.flow import activation, copy_op
@@ -56,10 +56,8 @@ class ChannelsLast(Rule):
         place = context.place(turned)
         volume = any(len(op.input_size) == 3 for i, _, op in step.each(Conv) if i in turned)
         memory_format = "torch.channels_last_3d" if volume else "torch.channels_last"
-        before_s = context.time_s(turned)
         conversions = _conversions(step)
         followers = _followers(step)
-        follows_s = context.time_s(followers)
         packed = _packed(step)
         copies_s = context.replaced_s(packed) - context.time_s(packed)
         many = f"{place.sites} convolutions run" if place.sites > 1 else "1 convolution runs"
@@ -70,14 +68,8 @@ class ChannelsLast(Rule):
             safety=SAFE,
             change=Change({**dict.fromkeys(conversions, ()), **followers, **packed, **turned}),
             arithmetic=(
-                f"convolutions, all passes: {seconds(before_s)} -> "
-                f"{seconds(context.replaced_s(turned))}"
-                + (
-                    f"; batch normalization and pooling: {seconds(follows_s)} -> "
-                    f"{seconds(context.replaced_s(followers))}"
-                    if followers
-                    else ""
-                ),
+                f"convolutions, all passes: {context.saving(turned)}"
+                + (f"; batch normalization and pooling: {context.saving(followers)}" if followers else ""),
                 *(
                     [f"group normalization copies its images back to NCHW: {seconds(copies_s)}"]
                     if packed

@@ -65,9 +65,7 @@ class OperandLayout(Rule):
         for (in_features, out_features, _, layout), members in groups.items():
             indices = sorted(index for layer in members for index in layer.indices)
             turned = {index: (_turned(step.ops[index]),) for index in indices}
-            before_s = context.time_s(indices)
-            after_s = context.replaced_s(turned)
-            if after_s >= before_s:
+            if context.replaced_s(turned) >= context.time_s(indices):
                 continue
             ways = ("[out, in]", "[in, out]")
             stored, other = ways if gemm(step, indices[0]).layout == "TN" else ways[::-1]
@@ -81,7 +79,7 @@ class OperandLayout(Rule):
                 safety=ADVICE,
                 change=Change(turned),
                 arithmetic=(
-                    f"{len(indices)} products: {seconds(before_s)} -> {seconds(after_s)}",
+                    f"{len(indices)} products: {context.saving(turned)}",
                     *(_line(context, index, turned[index][0]) for index in members[0].indices),
                 ),
                 next_command=gemm_command(context, indices[0]),

@@ -10,7 +10,7 @@ from functools import partial
 from tilefit.ops import BACKWARD_DATA, FORWARD, Attention, Gemm, Site, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Edits, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
-from tilefit.rules.flow import Flow, tensor_bytes
+from tilefit.rules.flow import Flow, distinct, read_from_outside, tensor_bytes
 from tilefit.rules.merging import instead
 from tilefit.units import size
 
@@ -92,7 +92,7 @@ class AttentionByHand(Rule):
                 safety=SAFE,
                 change=Change(replaced),
                 arithmetic=(
-                    f"scores: {size(tensor_bytes([scores]))} for each pass of each kernel; "
+                    f"scores: {size(scores.bytes)} for each pass of each kernel; "
                     f"fused, Q, K, V and the output: {size(fused.moved_bytes)} in all",
                 ),
             )
@@ -284,11 +284,8 @@ def in_one_kernel(step: Step, indices: Sequence[int], fused: Attention, site: Si
     if not indices:
         return {}
     entries = [step.ops[index] for index in indices]
-    made = {ref.id for entry in entries for ref in entry.outputs}
-    reads = {ref.id: ref for entry in entries for ref in entry.inputs if ref.id not in made}
     ends = [e for e in entries if isinstance(e.op, Gemm)]
     kept = ends[-1:] if fused.direction == FORWARD else ends
-    writes = {ref.id: ref for entry in kept for ref in entry.outputs}
-    refs = tuple(reads.values()), tuple(writes.values())
+    refs = read_from_outside(entries), distinct(ref for entry in kept for ref in entry.outputs)
     kernel = StepOp(fused, fused.direction, site, "aten.scaled_dot_product_attention", *refs)
     return instead(indices, kernel, at=indices[-1])

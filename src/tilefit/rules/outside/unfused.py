@@ -7,15 +7,16 @@ from collections import defaultdict
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.cost.lowering import PAD
+from tilefit.cost.uncompiled import COMPILED_SHARE, beside
 from tilefit.gpus import Gpu
-from tilefit.ops import Conv, Gemm, Op, Program, Step, StepOp, Streaming
+from tilefit.ops import FORWARD, Conv, Gemm, Op, Step, StepOp, Streaming
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
-from tilefit.rules.finding import SAFE
+from tilefit.rules.finding import ADVICE, SAFE
 from tilefit.rules.outside.graphs import is_replayable, replayed
 from tilefit.units import seconds, share, size
 
 _WORST = 3
-#: Fusion, and the compiler's other work, are worth a word from this share of the step on.
+#: Fusion, the compiler's other work, and graphs are worth a word from this share of the step on.
 _LEAST_SHARE = 0.005
 #: What else the compiler does, by the kind of operation that gains by it.
 _OTHER_WORK: dict[type[Op], str] = {
@@ -30,7 +31,8 @@ class Unfused(Rule):
     What it sees: A step that is not compiled, and what is left of its streaming operations when chains
     of pointwise operations, casts, normalisations, softmax and reductions become one kernel each. A program
     that differentiates a backward pass (`create_graph=True`: gradient penalties, MAML, equations of physics)
-    is passed over: through a compiled model that is an error in PyTorch.
+    is passed over: through a compiled model that is an error in PyTorch. Where less than half of a program's
+    forward operations are its models', as of an agent's losses, compiling these is no change that is sure.
 
     Why it costs time: Such an operation costs what its bytes cost. In a chain every operation writes its
     result to memory for the next one to read it back, and every one is launched by the host. None of it uses
@@ -73,8 +75,8 @@ class Unfused(Rule):
 
     def check(self, context: Context) -> Proposals:
         step, gpu, before = context.step, context.gpu, context.estimate
-        habits = step.program.habits if step.program else ()
-        if step.settings.compiled or any(each.name == "differentiates_backward" for each in habits):
+        habits = {each.name for each in step.program.habits}
+        if step.settings.compiled or "differentiates_backward" in habits:
             return
         fused = fuse(step)
         if _count(fused) == _count(step):
@@ -108,12 +110,13 @@ class Unfused(Rule):
         moved, left_moved = _moved(step), _moved(fused)
         fewer = ", in fewer kernels" if left_moved >= moved else ""
         left = f"{_count(fused):,} {'is' if _count(fused) == 1 else 'are'} left"
+        advice, safety = _advice(step)
         yield Proposal(
             place=Place(),
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "
             f"the GPU time, outside the Tensor Cores; compiled, {left}",
-            fix=_advice(step.program) + _replayed(fused, after, gpu),
-            safety=SAFE,
+            fix=advice + _replayed(fused, after, gpu),
+            safety=safety,
             change=Change(step=fused, rewrite=fuse),
             arithmetic=(
                 f"streaming operations move {size(moved)}; compiled {size(left_moved)}{fewer}{others}",
@@ -123,27 +126,39 @@ class Unfused(Rule):
 
 
 def _replayed(fused: Step, after: StepEstimate, gpu: Gpu) -> str:
-    """What CUDA graphs save beyond, as NTC006 says of the compiled step; empty where the GPU limits it."""
-    if not is_replayable(fused, after):
+    """What CUDA graphs save beyond, as NTC006 says of the compiled step; empty where that is nothing."""
+    more_s = after.time_s - replayed(fused, gpu).time_s if is_replayable(fused, after) else 0.0
+    if more_s < _LEAST_SHARE * after.time_s:
         return ""
-    more_s = after.time_s - replayed(fused, gpu).time_s
     graphs = f'mode="reduce-overhead" (CUDA graphs) saves {seconds(more_s)} more'
     return f" The host still limits the compiled step: {graphs}."
 
 
-def _advice(program: Program | None) -> str:
-    """What to write: past a compiled model its methods call its parts as they are."""
+def _advice(step: Step) -> tuple[str, str]:
+    """What to write, and its level: past a compiled model its methods call its parts as they are, and what a
+    program computes outside of its models is not compiled with them."""
+    program = step.program
     habits = program.habits if program else ()
     name = next((each.detail for each in habits if each.name == "called_by_a_method"), "")
-    if not name and program and (program.models[1:] or program.optimizers[1:]):
-        return "Compile each of the step's models: model = torch.compile(model)."
-    if not name:
-        return "Compile the model: model = torch.compile(model)."
-    method = name.rpartition(".")[2]
-    return (
-        f"Compile the method that calls its layers: model.{method} = torch.compile(model.{method}); "
-        "torch.compile(model) compiles calls of the model itself, of which there are none."
-    )
+    if name:
+        method = name.rpartition(".")[2]
+        return (
+            f"Compile the method that calls its layers: model.{method} = torch.compile(model.{method}); "
+            "torch.compile(model) compiles calls of the model itself, of which there are none.",
+            SAFE,
+        )
+    others = {*map(id, beside(step.ops))} if program else set()
+    forward = [entry for entry in step.ops if entry.phase == FORWARD and id(entry) not in others]
+    inside = sum(bool(entry.site.module) for entry in forward)
+    if program and program.command and inside < COMPILED_SHARE * len(forward):
+        return (
+            "Make a function of what computes the loss, and compile that: @torch.compile. The models alone "
+            f"are {share(inside / len(forward))} of the forward operations.",
+            ADVICE,
+        )
+    if program and (program.models[1:] or program.optimizers[1:]):
+        return "Compile each of the step's models: model = torch.compile(model).", SAFE
+    return "Compile the model: model = torch.compile(model).", SAFE
 
 
 def _class(step: Step, module: str) -> str:

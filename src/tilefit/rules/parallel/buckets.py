@@ -48,7 +48,7 @@ class SmallMessages(Rule):
     def check(self, context: Context) -> Proposals:
         step = context.step
         found = gradient_sums(step)
-        if step.program is None or len(found) < 2:
+        if len(found) < 2:
             return
         exchanges = step.program.exchanges
         parts = chunks(exchanges, found)

@@ -53,7 +53,7 @@ class AcrossMachines(Rule):
 
     def check(self, context: Context) -> Proposals:
         step, streams = context.step, context.estimate.streams
-        if step.program is None or streams is None:
+        if streams is None:
             return
         program = step.program
         crossing = {

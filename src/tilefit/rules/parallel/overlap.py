@@ -59,7 +59,7 @@ class SumsBehind(Rule):
     def check(self, context: Context) -> Proposals:
         step, streams = context.step, context.estimate.streams
         first, last = last_backward(step)
-        if step.program is None or streams is None or not last:
+        if streams is None or not last:
             return
         exchanges = step.program.exchanges
         behind = {each.number for each in step.program.order if each.kind == EXCHANGE and each.index >= last}

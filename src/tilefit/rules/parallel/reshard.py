@@ -55,7 +55,7 @@ class GatheredAgain(Rule):
 
     def check(self, context: Context) -> Proposals:
         step, streams = context.step, context.estimate.streams
-        if step.program is None or streams is None:
+        if streams is None:
             return
         exchanges = step.program.exchanges
         gathers = [i for i, each in enumerate(exchanges) if each.name == ALL_GATHER and not each.grows]

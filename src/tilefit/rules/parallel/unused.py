@@ -48,7 +48,6 @@ class NothingUnused(Rule):
     def check(self, context: Context) -> Proposals:
         step = context.step
         for same in habits(step, "finds_nothing_unused"):
-            assert step.program is not None
             exchanges = step.program.exchanges
             told = [i for i, each in enumerate(exchanges) if each.dtype == "int32" and each.phase != FORWARD]
             places = {exchanges[i].index for i in told}

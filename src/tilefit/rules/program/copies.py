@@ -63,8 +63,7 @@ class BlockingCopies(Rule):
     right = wrong.but("pin_memory=False", "pin_memory=True")
 
     def check(self, context: Context) -> Proposals:
-        program = context.step.program
-        events = program.events if program else ()
+        events = context.step.program.events
         copies = [event for event in events if event.kind == TO_GPU]
         if any(event.blocks for event in copies):
             yield self._blocking(context, events)

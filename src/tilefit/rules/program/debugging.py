@@ -45,10 +45,8 @@ class Debugging(Rule):
     right = wrong.but("set_detect_anomaly(True)", "set_detect_anomaly(False)")
 
     def check(self, context: Context) -> Proposals:
-        step, program = context.step, context.step.program
-        if program is None:
-            return
-        waits = sum(event.name == ANOMALY for event in program.events)
+        step = context.step
+        waits = sum(event.name == ANOMALY for event in step.program.events)
         for first, *others in habits(step, ANOMALY):
             priced = waits or any(each.last > each.first for each in (first, *others))
             yield Proposal(

@@ -24,7 +24,6 @@ def free(event: HostEvent) -> HostEvent:
 
 def with_events(step: Step, events: Iterable[HostEvent]) -> Change:
     """The step with other events in its program."""
-    assert step.program is not None
     return Change(step=replace(step, program=replace(step.program, events=tuple(events))))
 
 

@@ -13,7 +13,7 @@ from tilefit.rules.exchanges import without_ops
 def habits(step: Step, name: str) -> list[list[Habit]]:
     """Those of one name, by line."""
     lines: dict[str, list[Habit]] = {}
-    for habit in step.program.habits if step.program else ():
+    for habit in step.program.habits:
         if habit.name == name:
             lines.setdefault(habit.site.source, []).append(habit)
     return list(lines.values())
@@ -26,7 +26,6 @@ def made(same: Iterable[Habit]) -> list[int]:
 
 def without(step: Step, same: Iterable[Habit], event: str = "") -> Change:
     """The step without some habits, the operations that they made, and events of a name."""
-    assert step.program is not None
     same = tuple(same)
     program = replace(
         step.program,

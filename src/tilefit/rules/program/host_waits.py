@@ -91,7 +91,7 @@ class HostWaits(Rule):
 
     def check(self, context: Context) -> Proposals:
         step, estimate = context.step, context.estimate
-        events = step.program.events if step.program else ()
+        events = step.program.events
         read = [event for event in events if waits(event) and event.name not in (ANOMALY, EARLIER)]
         scaler = [event for event in read if event.name == FOUND_INF]
         stays = scaler and not unfused_updates(step)

@@ -78,8 +78,7 @@ class SlowLoader(Rule):
     right = wrong.but("num_workers=0", "num_workers=16")
 
     def check(self, context: Context) -> Proposals:
-        program = context.step.program
-        for loader in program.loaders if program else ():
+        for loader in context.step.program.loaders:
             if loader.batch_s and loader.batch:
                 yield from self._slow(context, loader)
 

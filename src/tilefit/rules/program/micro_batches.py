@@ -49,7 +49,6 @@ class SynchronizedMicroBatches(Rule):
     def check(self, context: Context) -> Proposals:
         step = context.step
         for same in habits(step, "synchronizes_micro_batches"):
-            assert step.program is not None
             first, _ = last_backward(step)
             sums = [i for i in gradient_sums(step) if step.program.exchanges[i].index < first]
             moved = sum(step.program.exchanges[i].bytes for i in sums)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from tilefit.ops import OPTIMIZER, Step, StepOp, Streaming
+from tilefit.ops.operations import by_name
 from tilefit.ops.streaming import multi_tensor_launches
 from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE
@@ -18,21 +19,7 @@ _ALIKE = 4
 #: The share of them that have a parameter's shape.
 _OF_PARAMETERS = 0.9
 #: What PyTorch has for lists of tensors: ``torch._foreach_…``, and with a ``_`` behind it in place.
-_FORMS = frozenset(
-    """abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min cos cosh div erf erfc exp expm1 floor
-    frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin
-    sinh sqrt sub tan tanh trunc""".split()
-)
-#: Functions that it has under another name, or in two parts.
-_OTHERWISE = {
-    "clamp": ("clamp_min_", "clamp_max_"),
-    "clone": ("copy_",),
-    "copy": ("copy_",),
-    "linalg_vector_norm": ("norm",),
-    "max": ("max",),
-    "relu": ("clamp_min_",),
-    "to_copy": ("copy_",),
-}
+_FORMS = by_name("foreach")
 #: What makes one of PyTorch's optimizers loop.
 _OPTIMIZER = (
     " One of PyTorch's optimizers loops with foreach=False, and where a parameter has a sparse gradient: "
@@ -89,7 +76,7 @@ class ParameterLoop(Rule):
 
     def check(self, context: Context) -> Proposals:
         step = context.step
-        if step.program is None or not step.program.was_run:
+        if not step.program.was_run:
             return
         found = _loops(step)
         in_step = [each for each, loops in found.items() if step.ops[loops[0][0]].phase == OPTIMIZER]
@@ -119,8 +106,8 @@ class ParameterLoop(Rule):
 def _forms(entry: StepOp) -> tuple[str, ...]:
     """The multi-tensor functions that do an operation to many tensors; none where there are none."""
     name = entry.name.removeprefix("aten.").lstrip("_")
-    bare = name.rstrip("_")
-    return _OTHERWISE.get(bare) or ((name,) if bare in _FORMS else ())
+    forms = _FORMS.get(name.rstrip("_"), "")
+    return (name,) if forms == "same" else tuple(forms.split())
 
 
 def _loops(step: Step) -> dict[str, list[list[int]]]:

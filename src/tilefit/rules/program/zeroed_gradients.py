@@ -37,7 +37,7 @@ class ZeroedGradients(Rule):
 
     def check(self, context: Context) -> Proposals:
         step = context.step
-        if step.program is None or not step.program.was_run:
+        if not step.program.was_run:
             return
         zeroed = [index for index, entry in enumerate(step.ops) if _zeroes_gradients(step, entry)]
         added = _added_to_zero(step, zeroed[0]) if zeroed else []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import gcd
 
 from tilefit.cost import MATH
-from tilefit.ops.dtypes import LINE_BYTES, size_bytes
-from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, arithmetic, gemm_command, is_misaligned
+from tilefit.ops.dtypes import LINE_BYTES, TENSOR_CORE_DTYPES, size_bytes
+from tilefit.rules.alignment.padding import arithmetic, gemm_command, is_misaligned
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.layers import inner_sizes, linears

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tilefit.cost import MATH, estimate
 from tilefit.cost.tiles import tile_efficiency
 from tilefit.ops import Gemm
-from tilefit.ops.dtypes import size_bytes
-from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, gemm_command, is_misaligned
+from tilefit.ops.dtypes import TENSOR_CORE_DTYPES, size_bytes
+from tilefit.rules.alignment.padding import gemm_command, is_misaligned
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ADVICE
 from tilefit.rules.layers import Linear, gemm, inner_sizes, linears

@@ -7,8 +7,9 @@ from math import ceil
 
 from tilefit.cost import MATH, estimate
 from tilefit.ops import Gemm, Step
+from tilefit.ops.dtypes import TENSOR_CORE_DTYPES
 from tilefit.ops.scaling import scale_batch
-from tilefit.rules.alignment.padding import TENSOR_CORE_DTYPES, gemm_command
+from tilefit.rules.alignment.padding import gemm_command
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import UNSAFE
 from tilefit.rules.layers import gemm, linears

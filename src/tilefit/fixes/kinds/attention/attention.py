@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tilefit.fixes.changes.behaviour import Behaviour, behaves
-from tilefit.fixes.changes.calls import are_exchanged, is_followed
+from tilefit.fixes.changes.calls import are_exchanged, is_followed, is_transformed
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, fix
 from tilefit.fixes.changes.hooks import is_watched_within
 from tilefit.fixes.changes.modules import caller, common, submodule
-from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.attention.scores import Fusing, are_torchs
+from tilefit.ops import FORWARD
 from tilefit.ops.entries import MASK
 from tilefit.rules.flow import Flow
 from tilefit.rules.outside.attention_by_hand import AttentionChain, attention_chains
@@ -103,104 +103,55 @@ def _scope(context: Context, chain: AttentionChain) -> str:
 # ---- masks ---------------------------------------------------------------------------------------
 
 
+class _Contiguous(TorchFunctionMode):
+    """Within the block, attention is given masks whose last dimension is contiguous."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})}
+        mask = given.get("attn_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() > 1 and mask.stride(-1) != 1:
+            given["attn_mask"] = mask.contiguous()
+        return func(**given)
+
+
+#: Those that ``scaled_dot_product_attention`` takes without their names.
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
 @dataclass(frozen=True)
 class WithContiguousMasks(Behaviour):
-    """The module, given masks whose last dimension is contiguous.
-
-    Attributes:
-        masks: Position and name of the arguments that are passed on to attention.
-    """
-
-    masks: tuple[tuple[int, str], ...]
+    """The module, in which attention is given masks whose last dimension is contiguous."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = list(args)
-        copies = []
-        for position, name in self.masks:
-            holder, key = (given, position) if position < len(given) else (kwargs, name)
-            mask = given[position] if position < len(given) else kwargs.get(name)
-            if isinstance(mask, torch.Tensor) and mask.dim() > 1 and mask.stride(-1) != 1:
-                holder[key] = mask.contiguous()  # type: ignore[index]
-                copies.append((mask, holder[key], _version(holder[key])))  # type: ignore[index]
-        output = forward(*given, **kwargs)
-        for mask, copy, version in copies:
-            if version != _version(copy):  # what was written was meant for whoever gave the mask
-                mask.copy_(copy)
-        return output
+        with nullcontext() if is_transformed() else _Contiguous():
+            return forward(*args, **kwargs)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
-
-
-def with_contiguous_masks(modules: Iterable[str], masks: tuple[tuple[int, str], ...]) -> ChangeSet:
-    """The change of modules that pass the masks they are given on to attention."""
-    words = "Make the mask that {} is given contiguous, so that attention is fused."
+def with_contiguous_masks(modules: Sequence[str], host_s: float = 0.0) -> ChangeSet:
+    """The change of modules that hand masks to attention."""
+    words = "Make the mask of the attention in {} contiguous, so that it is fused."
     # A fused kernel draws its own random numbers for dropout.
-    return ChangeSet.giving(modules, WithContiguousMasks(masks), words, same_random_numbers=False)
+    return ChangeSet.giving(modules, WithContiguousMasks(), words, host_s=host_s, same_random_numbers=False)
 
 
 @fix("contiguous-masks", "NTC005")
 def make_masks_contiguous(context: Context) -> Found:
     """Makes the mask of attention contiguous where its layout keeps PyTorch from the fused kernels.
 
-    Masks that were expanded or permuted have a last dimension that is not contiguous. Where a module is given
-    such a mask and passes it on to ``scaled_dot_product_attention``, it is called with a copy that is
-    contiguous: the same values. Which argument that is was seen in a call; others (a cache of keys and values
-    that is written to) are passed as they are, as is a mask that is contiguous. The copy is made for each of
-    the modules; the compiler makes it once for all.
+    Masks that were expanded or permuted have a last dimension that is not contiguous. While the module runs,
+    calls of ``scaled_dot_product_attention`` are given a copy of such a mask that is contiguous: the same
+    values. The copy is made for each call; the compiler makes it once for all.
 
     The encoders of transformers 5.17 make such a mask only when they are compiled: there the change is worth
-    something under ``torch.compile`` alone. A mask that the module makes itself is out of reach.
+    something under ``torch.compile`` alone.
 
     Refused: modules compiled by TorchScript or whose ``forward`` was replaced.
     """
-    calls = (entry.site for entry in context.step.ops if entry.site.fallback is not None)
-    paths = dict.fromkeys(
-        site.module for site in calls if site.fallback is not None and site.fallback.reason == MASK
-    )
     modules = dict(context.run.model.named_modules())
-    left = [path for path in paths if path in modules and not behaves(modules[path], WithContiguousMasks)]
-    alike: dict[Any, list[str]] = defaultdict(list)
-    for path, masks in (_masks(context.run, left) if left else {}).items():
-        alike[tuple(sorted(masks))].append(path)
-    for found, together in alike.items():
-        yield with_contiguous_masks(together, found)
-
-
-def _masks(run: Run, paths: Iterable[str]) -> dict[str, set[tuple[int, str]]]:
-    """By module, the arguments that reach ``scaled_dot_product_attention`` as masks."""
-    trial = run.on_meta()
-    trial.change(train=False)
-    found: dict[str, set[tuple[int, str]]] = {path: set() for path in paths}
-    #: The modules that are being called, with their arguments.
-    calls: list[tuple[str, dict[tuple[int, str], Any]]] = []
-    plain = F.scaled_dot_product_attention
-
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-        for path, given in calls if mask is not None else ():
-            found[path] |= {place for place, value in given.items() if _root(value) is _root(mask)}
-        return plain(*args, **kwargs)
-
-    def entering(path: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            names = list(inspect.signature(module.forward).parameters)
-            named = {(names.index(name), name): value for name, value in kwargs.items() if name in names}
-            calls.append((path, dict(zip(enumerate(names), args, strict=False)) | named))
-
-        return enter
-
-    # Functions, which the copies that are captured share.
-    for path in paths:
-        module = submodule(trial.model, path)
-        module.register_forward_pre_hook(entering(path), with_kwargs=True)
-        module.register_forward_hook(lambda *_: calls.pop() and None)
-    with patch.object(F, "scaled_dot_product_attention", attention):
-        trial.capture()
-    return {path: masks for path, masks in found.items() if masks}
-
-
-def _root(value: Any) -> Any:
-    """The tensor that a tensor is a view of."""
-    return value._base if isinstance(value, torch.Tensor) and value._base is not None else value
+    calls = [entry.site for entry in context.step.ops if entry.phase == FORWARD and entry.site.fallback]
+    paths = [site.module for site in calls if site.fallback is not None and site.fallback.reason == MASK]
+    found = [p for p in dict.fromkeys(paths) if p in modules and not behaves(modules[p], WithContiguousMasks)]
+    if found:
+        yield with_contiguous_masks(found, HOST_S * len(found))

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilefit.fixes.changes.assumed import OF_MODULES
-from tilefit.fixes.changes.calls import autocast_dtype, offered, still
+from tilefit.fixes.changes.calls import PLAIN, autocast_dtype, offered, still
 from tilefit.fixes.changes.region import packing
 from tilefit.fixes.kinds.attention.constants import Constants
 
@@ -73,7 +73,7 @@ class Fusing(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         in_place = _is_in_place(name) or kwargs.get("out") is not None or kwargs.get("inplace") is True
         if in_place and self.made:
-            self.compute_pending()
+            self.compute_pending(args[0] if args and kwargs.get("out") is None else None)
         result = func(*args, **kwargs)
         self.constants.observe(func, name, args, kwargs, result, in_place)
         return result
@@ -111,10 +111,12 @@ class Fusing(TorchFunctionMode):
                 if type(value) in _HOLDERS and name not in OF_MODULES:
                     yield part, name, value
 
-    def compute_pending(self) -> None:
-        """Compute what has not been used yet: a tensor that it is made of may change."""
+    def compute_pending(self, written: Any = None) -> None:
+        """Compute what has not been used yet and may be made of a tensor that is written to; all of it, where
+        it is not known which."""
+        memory = written.untyped_storage()._cdata if type(written) in PLAIN else None
         for scores in [made() for made in self.made]:
-            if scores is not None and not scores.fused:
+            if scores is not None and not scores.fused and (memory is None or scores.reads(memory)):
                 scores.computed()
 
 
@@ -188,13 +190,21 @@ class Scores(torch.Tensor):
             self.require_operands()
             func, args, kwargs = self.made_by
             grad, cast = self.state
-            kind = self.query.device.type
-            again = (
-                nullcontext() if _state(self.query) == self.state else torch.autocast(kind, cast, bool(cast))
-            )
+            is_same = autocast_dtype(self.query) == cast
+            again = nullcontext() if is_same else torch.autocast(self.query.device.type, cast, bool(cast))
             with torch.set_grad_enabled(grad), again:
                 self.value = _computed(self.fusing.plainly(func, args, kwargs))
         return self.value
+
+    def reads(self, memory: int) -> bool:
+        """Whether the calls that make the tensor read what lies in a memory, or what cannot be known to."""
+        leaves = [leaf for leaf in tree_leaves(self.made_by[1:]) if isinstance(leaf, torch.Tensor)]
+        return any(
+            leaf.reads(memory)
+            if isinstance(leaf, Scores)
+            else type(leaf) not in PLAIN or leaf.untyped_storage()._cdata == memory
+            for leaf in leaves
+        )
 
     def require_operands(self) -> None:
         """Refuse to multiply what was written to since by what no one sees who follows calls.

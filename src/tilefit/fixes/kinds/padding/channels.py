@@ -13,8 +13,7 @@ from tilefit.fixes.changes.behaviour import behaviours, is_replaced
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix, refuse
 from tilefit.fixes.changes.modules import fewest_rows, require_plain, submodule
 from tilefit.fixes.kinds.padding.layers import CONVOLUTIONS, Fitted, Layer, by_itself, channels_of, padded
-from tilefit.fixes.kinds.padding.paths import chains
-from tilefit.fixes.kinds.padding.tensors import LAYER_S, REGION_S
+from tilefit.fixes.kinds.padding.tensors import LAYER_S
 from tilefit.ops import FORWARD, Conv, Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
 from tilefit.rules.alignment import channels as channels_rule
@@ -24,6 +23,7 @@ from tilefit.rules.alignment.padding import misaligned_operands
 from tilefit.rules.base import Replaced
 from tilefit.rules.layers import Linear, weight
 from tilefit.rules.resize import pad
+from tilefit.rules.sites import listed
 
 #: What the channels of a pixel are padded to: an access, a half and a whole cache line.
 _MULTIPLES_BYTES = (16, 64, 128)
@@ -126,7 +126,14 @@ def _candidate(
             if wide and (wide.wide_in, wide.wide_out) != (old.wide_in, old.wide_out):
                 new[path] = wide
     if new:
-        yield padded(new, chosen, LAYER_S * len(new))
+        where = next(iter(new)) if len(new) == 1 else f"{len(new)} modules"
+        yield padded(new, f"Pad {_in_words(chosen)} channels in {where}.", LAYER_S * len(new))
+
+
+def _in_words(sizes: Mapping[int, int]) -> str:
+    """Sizes, each with what it is padded to."""
+    *many, last = [f"{old} to {new}" for old, new in sizes.items()]
+    return f"{', '.join(many)} and {last}" if many else last
 
 
 def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
@@ -155,12 +162,8 @@ def pad_linear(context: Context) -> Found:
     columns are zeros, so that outputs and gradients are those of the layer as it was. Parameters do not
     change. With too few rows for the copies to pay, the layer runs unpadded.
 
-    Between two such layers the columns stay, where the ``forward`` of one module, traced symbolically, shows
-    nothing but elementwise functions there: the gate of a SwiGLU layer, or Linear, GELU,
-    Linear. Dropout is in the way, since the same seed would drop others.
-
     Refused: layers that are no plain ``nn.Linear``, or whose product another module computes from their
-    weight. Hooks on a layer are served, and keep its outputs from staying padded.
+    weight.
     """
     for group in groups(context.step):
         if not group.vocabularies and not group.recurrent:
@@ -183,10 +186,11 @@ def pad_vocabulary(context: Context) -> Found:
 
 
 def _paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
-    """The candidates for the layers of a group: the chains among them, and the rest, each by shape."""
+    """The candidates for the layers of a group, those of each shape by themselves."""
     sizes, _, _ = group.padded(context)
-    plain: dict[str, Fitted] = {}
-    shapes: dict[str, tuple[int, int]] = {}
+    alike: dict[tuple[int, int], dict[str, Fitted]] = defaultdict(dict)
+    calls = {layer.module: len(layer.forward) for layer in group.layers}
+    share = 1.0 if context.run.options.train else 0.6
     attention = {p for p, m in context.run.model.named_modules() if isinstance(m, nn.MultiheadAttention)}
     for layer in group.layers:
         if layer.module in attention:  # another fix's
@@ -198,29 +202,12 @@ def _paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
         else:
             wide = by_itself(module, sizes, sizes)
             assert wide is not None  # the group has its sizes
-            plain[layer.module] = replace(wide, least_rows=_least_rows(context, layer, wide))
-            shapes[layer.module] = channels_of(module)
-    chained: dict[str, None] = {}
-    for size in group.sizes:
-        for path, wide in chains(context.run.model, plain, size).items():
-            chained[path] = None
-            plain[path] = plain[path].along(wide)
-    if chained:
-        region_s = REGION_S * len(chained)
-        yield _together(context, group, {path: plain.pop(path) for path in chained}, region_s)
-    alike: dict[tuple[int, int], dict[str, Fitted]] = defaultdict(dict)
-    for path, wide in plain.items():
-        alike[shapes[path]][path] = wide
+            wide = replace(wide, least_rows=_least_rows(context, layer, wide))
+            alike[channels_of(module)][layer.module] = wide
     for wides in alike.values():
-        yield _together(context, group, wides)
-
-
-def _together(context: Context, group: Group, wides: Mapping[str, Fitted], more_s: float = 0.0) -> ChangeSet:
-    """The change that pads some layers; ``more_s``: host time beside that of each."""
-    calls = {layer.module: len(layer.forward) for layer in group.layers}
-    sizes = dict(pair for each in wides.values() for pair in (each.wide_out, each.wide_in) if pair)
-    share = 1.0 if context.run.options.train else 0.6
-    return padded(wides, sizes, host_s=share * LAYER_S * sum(calls.get(path, 1) for path in wides) + more_s)
+        pairs = dict(pair for each in wides.values() for pair in (each.wide_out, each.wide_in) if pair)
+        words = f"Pad the product of {listed(wides, 'linear layers')}, from {_in_words(pairs)} features."
+        yield padded(wides, words, share * LAYER_S * sum(calls[path] for path in wides))
 
 
 def _computed_weights(context: Context) -> Iterator[Refusal]:

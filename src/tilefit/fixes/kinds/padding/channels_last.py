@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tilefit.fixes.changes.behaviour import behaviours
+from tilefit.fixes.changes.behaviour import behaves
 from tilefit.fixes.changes.fix import Context, Found, Refusal, RefusedError, fix
 from tilefit.fixes.changes.modules import submodule
-from tilefit.fixes.kinds.padding.layers import Fitted, in_channels_last
+from tilefit.fixes.kinds.padding.layers import InChannelsLast, in_channels_last, require_convolution
 from tilefit.fixes.kinds.padding.tensors import REGION_S
 from tilefit.rules.layout.channels_last import channels_last
 
@@ -27,15 +27,14 @@ def run_channels_last(context: Context) -> Found:
     """
     step = context.step
     found: dict[str, None] = {}
-    ((_, turned),) = in_channels_last(("",)).behaviours
     for path in dict.fromkeys(step.ops[index].site.module for index in channels_last(step, context.gpu)):
         try:
             module = submodule(context.run.model, path)
-            turned.require(module, path)
+            require_convolution(module, path)
         except RefusedError as refused:
             yield Refusal((path,), refused.what)
         else:
-            if not any(isinstance(each, Fitted) and each.nhwc for each in behaviours(module)):
+            if not behaves(module, InChannelsLast):
                 found[path] = None
     if found:
         yield in_channels_last(tuple(found), REGION_S * len(found))

@@ -29,8 +29,8 @@ SMALL = 1 << 23
 #: constants (``cost/launch.py``): the twelve of an encoder that then waits for the host (``odd-encoder`` in
 #: ``benchmarks/results/fix_gain_slow_hosts_h200.json``) took 0.15 to 0.3 ms each at 1.2 times those.
 LAYER_S = 150e-6
-#: The same for a layer that lays out its image in NHWC, or that looks for its region: a tenth of what a
-#: convolution's forward pass takes the host (13 of 119 us on a slow CPU), and 3 us to compare what it reads.
+#: The same for a layer that lays out its image in NHWC: a tenth of what a convolution's forward pass takes
+#: the host (13 of 119 us on a slow CPU).
 REGION_S = 6e-6
 
 
@@ -68,12 +68,6 @@ def crop(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
     return _cropped(tensor, axis, channels)
 
 
-def clear(tensor: torch.Tensor, axis: int, channels: Channels) -> None:
-    """Make zeros of the padding of a dimension: what is infinite times zero is no number."""
-    real, wide = channels
-    tensor.detach().narrow(axis, real, wide - real).zero_()
-
-
 def _cropped(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
     layout = NHWC[tensor.dim()] if _is_nhwc(tensor) else torch.contiguous_format
     return tensor.narrow(axis, 0, channels[0]).clone(memory_format=layout)
@@ -102,7 +96,7 @@ def _filled(tensor: torch.Tensor, places: Places, dtype: torch.dtype, nhwc: bool
         out.zero_()
     for axis, (real, wide) in places.items():
         if out.numel() > SMALL:
-            clear(inner, axis, (real, wide))
+            inner.narrow(axis, real, wide - real).zero_()
         inner = inner.narrow(axis, 0, real)
     inner.copy_(tensor)
     return out

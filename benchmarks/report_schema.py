@@ -1,6 +1,6 @@
 """The JSON Schema of a report, made from the dataclasses that it describes.
 
-    $ python -m tilefit.report.json_schema > src/tilefit/report/report.schema.json
+    $ python benchmarks/report_schema.py > src/tilefit/report/report.schema.json
 
 writes the published file again after a field was added.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
+from tilefit.ops.step_json import types_of
 from tilefit.report.json_reader import WORDS, is_signed, required
 from tilefit.report.report import REPORT_SCHEMA, Comparison, Report
 from tilefit.report.watched import Watched
@@ -78,12 +79,11 @@ def _define(kind: type, definitions: dict[str, Any]) -> None:
     entry: dict[str, Any] = {"type": "object", "description": _plain(document.partition("\n\n")[0])}
     definitions[kind.__name__] = entry
     said = {name: _plain(what) for names, what in _ATTRIBUTE.findall(document) for name in names.split(", ")}
-    hints = get_type_hints(kind)
     entry["properties"] = {
-        each.name: _describe(hints[each.name], definitions, each.name)
-        | ({"enum": list(WORDS[kind, each.name])} if (kind, each.name) in WORDS else {})
-        | ({"description": said[each.name]} if each.name in said else {})
-        for each in fields(kind)
+        name: _describe(each, definitions, name)
+        | ({"enum": list(WORDS[kind, name])} if (kind, name) in WORDS else {})
+        | ({"description": said[name]} if name in said else {})
+        for name, each in types_of(kind).items()
     }
     entry["required"] = required(kind)
 
