@@ -19,7 +19,7 @@ from tilefit.cost.priced import resolve
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.checkpoint import _named, ways
 from tilefit.fixes.source.patches import Patches, texts_of
-from tilefit.fixes.source.program import Files, Program
+from tilefit.fixes.source.program import Files, Loaded
 from tilefit.options import ProgramOptions, Selection, TargetOptions
 from tilefit.rules.base import Context
 from tilefit.session.fixing import FixRequest, ProgramFixSession
@@ -237,7 +237,7 @@ def _of_factory(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, share:
     target, options = f"{path}:build", TargetOptions()
     step = capture_target(target, options)
     context = Context(step, GPU, estimate_step(step, GPU))
-    program = Program(target, options)
+    program = Loaded(target, options)
     for way in ways(context, share * step.memory.peak_bytes, program):
         for change in way:
             return texts_of([change]).popitem()[1]

@@ -14,9 +14,10 @@ from tilefit import gpus
 from tilefit.capture.naming import program_file
 from tilefit.cost.priced import resolve
 from tilefit.fixes.changes.fix import RefusedError
+from tilefit.fixes.source.loops import at_once
 from tilefit.fixes.source.patches import texts_of
 from tilefit.fixes.source.program import Files
-from tilefit.fixes.source.training import WRITERS, at_once
+from tilefit.fixes.source.training import WRITERS
 from tilefit.ops import OPTIMIZER, Fallback, HostEvent, Loader, Site, StepOp, Streaming
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT, Program
 from tilefit.options import ProgramOptions, Selection, TargetOptions
@@ -103,7 +104,6 @@ def request_for(*codes: str) -> FixRequest:
     [
         ("NTC003", "torch.optim", "safe", "lr=1e-3\n", "lr=1e-3, fused=True\n"),
         ("NTC001", "loss = model", "safe", "\n)\n", "\n)\nmodel.compile()\n"),
-        ("GRD001", "zero_grad", "unsafe", "set_to_none=False", "set_to_none=True"),
         ("ANO001", "anomaly", "unsafe", "anomaly(True)", "anomaly(False)"),
         ("SYN001", "total +=", "unsafe", "loss.item()", "loss.detach()"),
         (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ from hypothesis import strategies as st
 from tilefit import gpus, rules
 from tilefit.capture.child import capture_target
 from tilefit.cost import estimate_step
-from tilefit.errors import TilefitError, UsageError
+from tilefit.errors import UsageError
 from tilefit.fixes.changes.fix import RefusedError
-from tilefit.fixes.source import patches as patches_module
 from tilefit.fixes.source.file import Edit, SourceFile
-from tilefit.fixes.source.patches import ByHand, Patches, propose
-from tilefit.fixes.source.program import Program, sizes_of
+from tilefit.fixes.source.patches import ByHand, Patches, Trial, propose
+from tilefit.fixes.source.program import Loaded
 from tilefit.fixes.source.syntax import Syntax
+from tilefit.fixes.source.training import WRITERS_OF_LOADED
 from tilefit.ops import Step
 from tilefit.options import TargetOptions
 from tilefit.rules.base import Context
@@ -35,21 +36,13 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
     """Writes a program and proposes patches for it; changed programs are tried in this process."""
     monkeypatch.chdir(tmp_path)
 
-    def captured(
-        target: str, options: Sequence[TargetOptions], timeout_s: float
-    ) -> Iterator[Step | TilefitError]:
+    def captured(target: str, options: TargetOptions) -> Step:
         precision = torch.get_float32_matmul_precision()
         try:
-            for each in options:
-                _forget(tmp_path)  # a child has imported nothing yet
-                try:
-                    yield capture_target(target, each)
-                except TilefitError as error:
-                    yield error
+            _forget(tmp_path)  # a child has imported nothing yet
+            return capture_target(target, options)
         finally:
             torch.set_float32_matmul_precision(precision)  # what a program sets dies with the child
-
-    monkeypatch.setattr(patches_module, "captures_in_child", captured)
 
     def run(
         text: str | None,
@@ -64,8 +57,7 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
             path.write_bytes(text.encode())
         target = f"{path}:{factory}"
         options = TargetOptions(**{"amp": "bf16", **how})  # type: ignore[arg-type]
-        (step,), gpu = captured(target, [options], 60), gpus.get("h200")
-        assert isinstance(step, Step)
+        step, gpu = captured(target, options), gpus.get("h200")
         context = Context(step, gpu, estimate_step(step, gpu))
         levels = ("safe",) if safe else ("safe", "unsafe")
 
@@ -73,8 +65,12 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
             return rules.run(context.step, gpu, context.estimate, select=select, min_gain=0.001)
 
         _forget(tmp_path)
-        program = Program(target, TargetOptions(input=options.input), sizes_of(step))
-        return propose(context, find, program, options, levels, 60)
+        program = Loaded(target, TargetOptions(input=options.input))
+
+        def changed(sources: Mapping[str, str]) -> Step:
+            return captured(target, replace(options, sources=sources))
+
+        return propose(context, Trial(WRITERS_OF_LOADED, program, changed, find, levels))
 
     return run
 
@@ -237,203 +233,17 @@ def test_a_file_python_cannot_read_is_refused(tmp_path: Path) -> None:
         SourceFile.read(path)
 
 
-# ---- sizes -------------------------------------------------------------------------------------
-
-_HEAD = "import argparse\nfrom dataclasses import dataclass\nimport torch\nfrom torch import nn\n"
+_HEAD = "import torch\nfrom torch import nn\n"
 _NET = """
 class Net(nn.Module):
     def __init__(self, hidden=512):
         super().__init__()
-        self.hidden = hidden
-        self.up = nn.Linear(2048, self.hidden)
-        self.norm = nn.LayerNorm(hidden)
-        self.down = nn.Linear(hidden, 2048)
+        self.up, self.down = nn.Linear(2048, hidden), nn.Linear(hidden, 2048)
 
     def forward(self, x):
-        return self.down(self.norm(self.up(x)))
+        return self.down(torch.relu(self.up(x)))
 """
 _X = "torch.empty(16384, 2048)"
-
-_SIZES = {
-    "in the call": (
-        "def build():\n"
-        f"    return nn.Sequential(nn.Linear(2048, 4095), nn.ReLU(), nn.Linear(4_095, 2048)), {_X}\n",
-        [
-            f"-    return nn.Sequential(nn.Linear(2048, 4095), nn.ReLU(), nn.Linear(4_095, 2048)), {_X}",
-            f"+    return nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4_096, 2048)), {_X}",
-        ],
-    ),
-    "twice in a layer": (
-        f"def build():\n    return nn.Sequential(nn.Linear(2048, 4095), nn.Linear(4095, 4_095)), {_X}\n",
-        [
-            f"-    return nn.Sequential(nn.Linear(2048, 4095), nn.Linear(4095, 4_095)), {_X}",
-            f"+    return nn.Sequential(nn.Linear(2048, 4096), nn.Linear(4096, 4_096)), {_X}",
-        ],
-    ),
-    "an argument, through a parameter and self": (
-        f"{_NET}\ndef build():\n    return Net(4095), {_X}\n",
-        [f"-    return Net(4095), {_X}", f"+    return Net(4096), {_X}"],
-    ),
-    "a keyword, two functions up": (
-        f"{_NET}\ndef make(hidden):\n    return Net(hidden)\n\n"
-        f"def build():\n    return make(hidden=4095), {_X}\n",
-        [f"-    return make(hidden=4095), {_X}", f"+    return make(hidden=4096), {_X}"],
-    ),
-    "a default": (
-        _NET.replace("hidden=512", "hidden=4095") + f"\ndef build():\n    return Net(), {_X}\n",
-        ["-    def __init__(self, hidden=4095):", "+    def __init__(self, hidden=4096):"],
-    ),
-    "a constant": (
-        f"{_NET}\nHIDDEN = 4095  # 4095\n\ndef build():\n    return Net(HIDDEN), {_X}\n",
-        ["-HIDDEN = 4095  # 4095", "+HIDDEN = 4096  # 4095"],
-    ),
-    "a configuration's default": (
-        f"{_NET}\n@dataclass\nclass Config:\n    width: int = 4095\n    depth: int = 2\n\n"
-        f"def build():\n    config = Config()\n    return Net(config.width), {_X}\n",
-        ["-    width: int = 4095", "+    width: int = 4096"],
-    ),
-    "a configuration's argument, not its default": (
-        f"{_NET}\n@dataclass\nclass Config:\n    width: int = 4095\n\n"
-        f"def build():\n    config = Config(width=4095)\n    return Net(config.width), {_X}\n",
-        ["-    config = Config(width=4095)", "+    config = Config(width=4096)"],
-    ),
-    "a dictionary": (
-        f"{_NET}\ncfg = dict(width=4095)\n\ndef build():\n    return Net(cfg['width']), {_X}\n",
-        ["-cfg = dict(width=4095)", "+cfg = dict(width=4096)"],
-    ),
-    "a command line's default": (
-        f"{_NET}\nparser = argparse.ArgumentParser()\n"
-        f"parser.add_argument('--hidden-size', type=int, default=4095)\nargs = parser.parse_args([])\n\n"
-        f"def build():\n    return Net(args.hidden_size), {_X}\n",
-        [
-            "-parser.add_argument('--hidden-size', type=int, default=4095)",
-            "+parser.add_argument('--hidden-size', type=int, default=4096)",
-        ],
-    ),
-    "a base class's call": (
-        f"{_NET}\nclass Wide(Net):\n    def __init__(self):\n        super().__init__(4095)\n\n"
-        f"def build():\n    return Wide(), {_X}\n",
-        ["-        super().__init__(4095)", "+        super().__init__(4096)"],
-    ),
-    "through a lambda": (
-        f"def build():\n    make = lambda n: nn.Linear(2048, n)\n    return make(4095), {_X}\n",
-        [f"-    return make(4095), {_X}", f"+    return make(4096), {_X}"],
-    ),
-    "one of two values": (
-        f"{_NET}\nif True:\n    N = 4095\nelse:\n    N = 4096\n\ndef build():\n    return Net(N), {_X}\n",
-        ["-    N = 4095", "+    N = 4096"],
-    ),
-    "among arguments in a list": (
-        f"{_NET}\ndef build():\n    return Net(*[4095]), {_X}\n",
-        [f"-    return Net(*[4095]), {_X}", f"+    return Net(*[4096]), {_X}"],
-    ),
-    "one of two configurations": (
-        f"{_NET}\nclass A:\n    width = 4095\nclass B:\n    width = 4_095\n\n"
-        f"def pick():\n    return B()\n\ndef build():\n    return Net(pick().width), {_X}\n",
-        ["-    width = 4_095", "+    width = 4_096"],
-    ),
-    "what a function returns": (
-        f"{_NET}\nclass A:\n    def __getattr__(self, name):\n        return 4095\n\n"
-        f"def build():\n    return Net(A().width), {_X}\n",
-        ["-        return 4095", "+        return 4096"],
-    ),
-    "a pattern that it matches": (
-        f"{_NET}\nN = 4095\n\ndef build():\n    match N:\n        case 4095:\n            pass\n"
-        f"    return Net(N), {_X}\n",
-        ["-N = 4095", "+N = 4096"],
-    ),
-    "behind a docstring and what comes from the future": (
-        '"""Words."""\nfrom __future__ import annotations\n' + f"{_HEAD}{_NET}\ndef build():\n"
-        f"    é, n = 'é', 4095\n    return Net(n), {_X}\n",
-        ["-    é, n = 'é', 4095", "+    é, n = 'é', 4096"],
-    ),
-    "inside a library's module": (
-        "def build():\n    layer = nn.TransformerEncoderLayer(2048, 8, 4095, batch_first=True)\n"
-        "    return layer, torch.empty(32, 512, 2048)\n",
-        [
-            "-    layer = nn.TransformerEncoderLayer(2048, 8, 4095, batch_first=True)",
-            "+    layer = nn.TransformerEncoderLayer(2048, 8, 4096, batch_first=True)",
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize(("text", "lines"), _SIZES.values(), ids=_SIZES)
-def test_a_size_is_changed_where_it_is_written(proposed: Proposed, text: str, lines: list[str]) -> None:
-    patches = proposed(text if "from __future__" in text else _HEAD + text, select=["ALN001"])
-    assert _changed(patches) == lines
-    (patch,) = patches.made
-    assert patch.level == "unsafe"
-    assert patch.gain_s > 0
-    assert b"state_dict" in patches.diff()
-
-
-@pytest.mark.parametrize(
-    ("text", "factory"),
-    [
-        (_NET.replace("hidden=512", "hidden=4095"), "Net"),
-        (f"{_NET}\ndef build(hidden=4095):\n    return Net(hidden)\n", "build"),
-    ],
-    ids=["a class", "a factory"],
-)
-def test_a_default_of_the_target_itself_is_where_the_size_is_written(
-    proposed: Proposed, text: str, factory: str
-) -> None:
-    patches = proposed(_HEAD + text, factory, select=["ALN001"], input=("float32[16384,2048]",))
-    (removed, added) = _changed(patches)
-    assert "hidden=4095" in removed
-    assert "hidden=4096" in added
-
-
-_BY_HAND = {
-    "computed": (
-        f"{_NET}\ndef build():\n    return Net(2 * 2047 + 1), {_X}\n",
-        "4095 is not written in your files for script.py:10: it is computed, or comes from elsewhere",
-    ),
-    "the data's width": (
-        "def build():\n    return nn.Linear(4095, 4096), torch.empty(16384, 4095)\n",
-        "4095 is the width of the data",
-    ),
-}
-
-
-@pytest.mark.parametrize(("text", "reason"), _BY_HAND.values(), ids=_BY_HAND)
-def test_where_it_is_not_clear_the_user_is_told_what_to_do(
-    proposed: Proposed, text: str, reason: str
-) -> None:
-    by_hand = _only(proposed(_HEAD + text, select=["ALN001"]))
-    assert reason in by_hand.reason
-    assert by_hand.finding.fix.startswith("Change ")
-
-
-def test_a_change_that_breaks_the_program_is_not_made(proposed: Proposed) -> None:
-    text = f"{_NET.replace('self.norm(self.up(x))', 'self.norm(self.up(x)).view(-1, 4095)')}"
-    by_hand = _only(
-        proposed(f"{_HEAD}{text}\ndef build():\n    return Net(hidden=4095), {_X}\n", select=["ALN001"])
-    )
-    assert "does not run with hidden=4095 -> 4096" in by_hand.reason
-
-
-def test_a_vocabulary_is_padded_where_it_is_declared(proposed: Proposed) -> None:
-    patches = proposed(
-        _HEAD
-        + """
-class LM(nn.Module):
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.embed = nn.Embedding(vocab_size, 256)
-        self.head = nn.Linear(256, vocab_size, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.head(self.embed(x))
-
-def build():
-    return LM(vocab_size=50257), torch.zeros(8, 512, dtype=torch.int64)
-""",
-        select=["ALN002"],
-    )
-    assert [line[0] + line.split("vocab_size=")[1][:5] for line in _changed(patches)] == ["-50257", "+50304"]
 
 
 def test_a_file_outside_the_project_is_left_alone(
@@ -444,47 +254,18 @@ def test_a_file_outside_the_project_is_left_alone(
     for folder, name in ((library, "a_library"), (elsewhere, "a_neighbour")):
         folder.mkdir()
         (folder / f"{name}.py").write_text(
-            "from torch import nn\n\ndef layer():\n    return nn.Linear(2048, 4095)\n"
+            "import torch\n\ndef adamw(net):\n    return torch.optim.AdamW(net.parameters())\n"
         )
         monkeypatch.syspath_prepend(folder)
     for name, reason in (
-        ("a_library", "it is the library's (a_library.py), and an argument there may set it"),
+        ("a_library", "a_library.py:4 is no file of yours"),
         ("a_neighbour", "lies outside the project"),
     ):
-        text = f"import torch\nfrom {name} import layer\n\ndef build():\n    return layer(), {_X}\n"
-        assert reason in _only(proposed(text, select=["ALN001"])).reason
-
-
-def test_a_field_of_a_configuration_in_another_file(proposed: Proposed, tmp_path: Path) -> None:
-    (tmp_path / "settings_file.py").write_text(
-        "from dataclasses import dataclass\n\nWIDTH = 4095\n\n"
-        "@dataclass\nclass Config:\n    width: int = 4095\n"
-    )
-    both = (
-        f"{_HEAD}from settings_file import WIDTH, Config\n{_NET}\n"
-        f"def build():\n    return nn.Sequential(Net(Config().width), Net(WIDTH)), {_X}\n"
-    )
-    patches = proposed(both, select=["ALN001"])
-    assert patches.write() == ["settings_file.py"]
-    assert (tmp_path / "settings_file.py").read_text().count("4096") == 2
-    assert (tmp_path / "script.py").read_text() == both
-
-
-def test_the_configuration_of_a_librarys_model(
-    proposed: Proposed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = tmp_path / "site-packages"
-    library.mkdir()
-    (library / "a_hub.py").write_text(
-        f"from torch import nn\n{_NET}\n"
-        "class Config:\n    def __init__(self, width):\n        self.width = width\n\n"
-        "class Model(Net):\n    def __init__(self, config):\n        super().__init__(config.width)\n"
-        "        self.config = config\n"
-    )
-    monkeypatch.syspath_prepend(library)
-    text = "import torch\nfrom a_hub import Config, Model\n\ndef build():\n    config = Config(width=4095)\n"
-    patches = proposed(f"{text}    return Model(config), {_X}\n", select=["ALN001"])
-    assert _changed(patches) == ["-    config = Config(width=4095)", "+    config = Config(width=4096)"]
+        made = "adamw(net)"
+        text = _LOOP.replace("torch.optim.AdamW(net.parameters(), lr=1e-3)", made)
+        assert made in text
+        text = f"{_HEAD}from {name} import adamw\n{text}"
+        assert reason in _only(proposed(text, select=["NTC003"], amp="")).reason
 
 
 # ---- settings ----------------------------------------------------------------------------------
@@ -498,41 +279,36 @@ _IMAGES = "torch.empty(256, 64, 112, 112)"
     [("import torch\nfrom torch import nn\n", "torch"), ("import torch as th\nfrom torch import nn\n", "th")],
     ids=["torch", "th"],
 )
-def test_channels_last_follows_the_constructor(proposed: Proposed, head: str, name: str) -> None:
+def test_channels_last_follows_the_model(proposed: Proposed, head: str, name: str) -> None:
     images = _IMAGES.replace("torch", name)
     text = f"{head}\ndef build():\n    net = {_CONV}  # net\n    return net, {images}\n"
     patches = proposed(text, select=["LAY001"], safe=True)
-    assert _changed(patches) == [
-        f"-    net = {_CONV}  # net",
-        f"+    net = {_CONV}.to(memory_format={name}.channels_last)  # net",
-    ]
+    assert _changed(patches) == [f"+    net.to(memory_format={name}.channels_last)"]
+    assert f"# net\n+    net.to(memory_format={name}" in patches.diff().decode()
 
 
-def test_channels_last_follows_every_constructor_of_the_model(proposed: Proposed) -> None:
-    net = (
-        f"class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        f"        self.layers = {_CONV}\n\n    def forward(self, x):\n        return self.layers(x)\n"
+def test_a_model_without_a_name_is_left_alone(proposed: Proposed) -> None:
+    text = f"{_HEAD}\ndef build():\n    return {_CONV}, {_IMAGES}\n"
+    assert "is given no name" in _only(proposed(text, select=["LAY001"])).reason
+
+
+def test_of_a_function_the_model_is_laid_out_before_its_optimizer(proposed: Proposed) -> None:
+    text = (
+        f"{_HEAD}\ndef build():\n    net = {_CONV}\n    sgd = torch.optim.SGD(net.parameters(), lr=0.1)\n\n"
+        f"    def step():\n        net({_IMAGES}).sum().backward()\n        sgd.step()\n\n    return step\n"
     )
-    loop = "def train():\n    model = Net().cuda()\n"
-    text = f"{_HEAD}\n{net}\ndef build():\n    return Net(), {_IMAGES}\n\n{loop}"
-    assert _changed(proposed(text, select=["LAY001"], safe=True)) == [
-        f"-    return Net(), {_IMAGES}",
-        f"+    return Net().to(memory_format=torch.channels_last), {_IMAGES}",
-        "-    model = Net().cuda()",
-        "+    model = Net().to(memory_format=torch.channels_last).cuda()",
-    ]
+    patches = proposed(text, select=["LAY001"], safe=True, amp="")
+    assert _changed(patches) == ["+    net.to(memory_format=torch.channels_last)"]
+    assert b"channels_last)\n     sgd = " in patches.diff()
 
 
 def test_torch_is_imported_where_it_is_not(proposed: Proposed) -> None:
     text = (
         '"""Words."""\n\nfrom __future__ import annotations\n\nfrom torch import empty, nn\n\n'
-        f"def build():\n    return {_CONV}, empty(256, 64, 112, 112)\n"
+        f"def build():\n    net = {_CONV}\n    return net, empty(256, 64, 112, 112)\n"
     )
     lines = _changed(proposed(text, select=["LAY001"]))
-    assert lines[0] == "+import torch"
-    assert lines[2].endswith(
-        "}, empty(256, 64, 112, 112)".replace("}", ".to(memory_format=torch.channels_last)")
-    )
+    assert lines == ["+import torch", "+    net.to(memory_format=torch.channels_last)"]
 
 
 _LOOP = """
@@ -621,73 +397,26 @@ def test_tf32_is_allowed_behind_the_imports(proposed: Proposed) -> None:
     assert patches.diff().index(b"from torch import nn") < patches.diff().index(b"+torch.set_float32")
 
 
-_SCRIPT = (
-    _HEAD
-    + """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048))
-
-    def forward(self, x):
-        return self.layers(x)
-
-def build():
-    return Net(), torch.empty(8192, 2048)
-
-def train(net, optimizer):
-    for _ in range(3):
-        loss = net(torch.randn(8192, 2048)).square().mean()
-        loss.backward()
-        optimizer.step()
-
-def main():
-    model, _ = build()
-    model = model.cuda()
-    train(model, torch.optim.AdamW(model.parameters()))
-"""
-)
+def test_a_loop_that_was_not_run_is_not_guessed_at(proposed: Proposed) -> None:
+    # Of a target that is a model nobody has seen who trains it.
+    text = _HEAD + _LOOP.partition("    optimizer =")[0] + f"    return net, {_X}\n"
+    loop = "\ndef train(net):\n    torch.optim.AdamW(net.parameters())\n    net(1).sum().backward()\n"
+    patches = proposed(text + loop, select=["PRC002", "NTC003"], amp="")
+    assert not patches.made
+    assert {each.finding.code for each in patches.by_hand} == {"PRC002", "NTC003"}
+    assert all("is not known: none was run" in each.reason for each in patches.by_hand)
 
 
-def test_a_loop_that_the_target_does_not_run_is_found_by_what_holds_the_model(proposed: Proposed) -> None:
-    patches = proposed(_SCRIPT, select=["PRC002", "NTC003"], amp="")
-    assert _changed(patches) == [
-        "-        loss = net(torch.randn(8192, 2048)).square().mean()",
-        '+        with torch.autocast("cuda", dtype=torch.bfloat16):',
-        "+            loss = net(torch.randn(8192, 2048)).square().mean()",
-        "-    train(model, torch.optim.AdamW(model.parameters()))",
-        "+    train(model, torch.optim.AdamW(model.parameters(), fused=True))",
-    ]
-
-
-def test_what_changes_in_such_a_loop_save_is_on_top_of_each_other(proposed: Proposed, tmp_path: Path) -> None:
-    patches = proposed(_SCRIPT, select=["PRC001", "PRC002", "NTC003"], amp="")
+def test_changes_save_on_top_of_each_other(proposed: Proposed, tmp_path: Path) -> None:
+    patches = proposed(_HEAD + _LOOP, select=["PRC001", "PRC002", "NTC003"], amp="")
     # Under autocast no product is left to TF32.
     assert [patch.code for patch in patches.made] == ["PRC002", "NTC003"]
     gpu, target = gpus.get("h200"), f"{tmp_path / 'script.py'}:build"
-    before = capture_target(target, TargetOptions())
-    after = capture_target(target, TargetOptions(amp="bf16", fused_optimizer=True))
-    saved_s = estimate_step(before, gpu).time_s - estimate_step(after, gpu).time_s
-    assert sum(patch.gain_s for patch in patches.made) == pytest.approx(saved_s)
-
-
-def test_what_saves_nothing_at_first_is_tried_again_on_top_of_the_others(proposed: Proposed) -> None:
-    # Products of this odd size are faster in TF32 than in bf16, those of an even one are not.
-    text = _SCRIPT.replace("nn.Linear(8192, 2048)", "nn.Linear(8192, 50257)")
-    patches = proposed(text, select=["ALN", "PRC001", "PRC002"], amp="")
-    assert [patch.code for patch in patches.made] == ["PRC001", "ALN001", "PRC002"]
-    assert all(patch.gain_s > 0 for patch in patches.made)
-    assert not patches.by_hand
-
-
-def test_what_the_script_does_already_is_not_done_again(proposed: Proposed) -> None:
-    proposed(_SCRIPT, select=["PRC002", "NTC003"], amp="").write()
-    again = proposed(None, select=["PRC002", "NTC003"], amp="")
-    assert not again.made
-    assert {b.finding.code: b.reason.partition(": ")[2] for b in again.by_hand} == {
-        "PRC002": "tell with --amp bf16",
-        "NTC003": "tell with --fused-optimizer",
-    }
+    before = estimate_step(capture_target(target, TargetOptions()), gpu).time_s
+    patches.write()
+    _forget(tmp_path)
+    after = estimate_step(capture_target(target, TargetOptions()), gpu).time_s
+    assert sum(patch.gain_s for patch in patches.made) == pytest.approx(before - after)
 
 
 @pytest.mark.parametrize(
@@ -720,45 +449,39 @@ def test_foreach_is_the_users_word(proposed: Proposed) -> None:
 
 
 def test_unsafe_changes_are_only_named_unless_asked_for(proposed: Proposed) -> None:
-    patches = proposed(
-        f"{_HEAD}{_NET}\ndef build():\n    return Net(4095), {_X}\n", select=["ALN001"], safe=True
+    patches = proposed(_HEAD + _LOOP, select=["PRC001"], amp="", safe=True)
+    reason = _only(patches).reason
+    assert reason.endswith('matmul_precision("high") in script.py:1 is unsafe: --level unsafe')
+
+
+def test_a_change_that_breaks_the_program_is_not_made(proposed: Proposed) -> None:
+    text = _LOOP.replace(
+        "        y = net(x)\n", "        y = net(x)\n        assert y.dtype == torch.float32\n"
     )
-    assert _only(patches).reason == "4095 -> 4096 in script.py:18 is unsafe: --level unsafe"
+    by_hand = _only(proposed(_HEAD + text, select=["PRC002"], amp=""))
+    assert "does not run with with torch.autocast" in by_hand.reason
 
 
 # ---- all together ------------------------------------------------------------------------------
 
 
 def test_a_second_write_finds_nothing(proposed: Proposed, tmp_path: Path) -> None:
-    text = (_HEAD + _LOOP).replace("8192, 2048))", "8191, 2048))").replace("2048, 8192)", "2048, 8191)")
-    first = proposed(text, select=["ALN", "PRC002", "NTC003"], amp="")
-    # Only in bf16 are the odd sizes worth changing: they are found on top of autocast.
-    assert {patch.code for patch in first.made} == {"PRC002", "NTC003", "ALN001"}
+    first = proposed(_HEAD + _LOOP, select=["PRC002", "NTC003"], amp="")
+    assert {patch.code for patch in first.made} == {"PRC002", "NTC003"}
     assert first.write() == ["script.py"]
     written = (tmp_path / "script.py").read_bytes()
-    again = proposed(None, select=["ALN", "PRC002", "NTC003"], amp="")
+    again = proposed(None, select=["PRC002", "NTC003"], amp="")
     assert not again.made
     assert again.write() == []
     assert (tmp_path / "script.py").read_bytes() == written
-
-
-def test_predicted_savings_are_those_of_the_changed_program(proposed: Proposed, tmp_path: Path) -> None:
-    text = f"{_HEAD}{_NET}\ndef build():\n    return Net(4095), {_X}\n"
-    patches = proposed(text, select=["ALN001"])
-    gpu, options = gpus.get("h200"), TargetOptions(amp="bf16")
-    target = f"{tmp_path / 'script.py'}:build"
-    before = estimate_step(capture_target(target, options), gpu).time_s
-    patches.write()
-    after = estimate_step(capture_target(target, options), gpu).time_s
-    assert patches.made[0].gain_s == pytest.approx(before - after)
 
 
 def test_no_line_of_the_user_builds_a_class_that_is_the_target(tmp_path: Path) -> None:
     # The command line that names it is none.
     path = tmp_path / "a_class.py"
     path.write_text(_HEAD + _NET)
-    assert not Program(f"{path}:Net", TargetOptions(input=["float32[8,2048]"])).built_at
+    assert not Loaded(f"{path}:Net", TargetOptions(input=["float32[8,2048]"])).built_at
 
 
 def test_no_line_of_the_user_builds_a_model_of_a_library() -> None:
-    assert not Program("torchvision:alexnet", TargetOptions(batch=1)).built_at
+    assert not Loaded("torchvision:alexnet", TargetOptions(batch=1)).built_at

@@ -22,6 +22,8 @@ from tilefit.ops.step import maker
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DRIVER = os.path.join(_HERE, "run.py")
+#: What calls the user's code to make a target: who called that is no line of theirs.
+_LOADERS = os.path.join(_HERE, "targets") + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 #: Where files begin that are neither the user's nor a model library's.
 _FOREIGN = (
@@ -59,10 +61,15 @@ def noting_makers() -> Iterator[None]:
         yield
 
 
+def made_at(module: nn.Module) -> str:
+    """``file:line`` of the user's that made a module; empty where that is not known."""
+    return str(module.__dict__.get(_MADE, ""))
+
+
 def _maker(module: nn.Module) -> str:
     """``file:line`` of the innermost frame of the user's that is not the module's own constructor."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and not frame.f_code.co_filename.startswith(_LOADERS):
         code = frame.f_code
         if not (_is_foreign(code.co_filename) or library_folder(code.co_filename)):
             own = code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is module
@@ -155,7 +162,7 @@ class SiteTracker:
             self._names.setdefault(id(module), path)
             self.classes.setdefault(path, type(module).__name__)
             self._types.setdefault(path, type(module))
-            line = module.__dict__.get(_MADE, "")
+            line = made_at(module)
             if line != maker(self.made, path):
                 self.made.setdefault(path, line)
         self._on_root(prefix, root)

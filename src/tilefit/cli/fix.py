@@ -17,7 +17,7 @@ from tilefit.cli import config, output, report_output, step_options
 from tilefit.cli.calibration_option import CalibrationFile
 from tilefit.cli.completion import gpu_option
 from tilefit.cli.local_gpu import local_gpu, predicted_gpu
-from tilefit.cli.option_groups import Group, given, grouped
+from tilefit.cli.option_groups import Group, grouped
 from tilefit.errors import UsageError
 from tilefit.options import ProgramOptions, Selection, option
 
@@ -128,8 +128,6 @@ def fix(
         verify=ways.verify,
         measure=ways.measure,
         memory_bytes=None if ways.memory_budget is None else ways.memory_budget * 2**30,
-        own_optimizer=options.train
-        and not any(given(context, name) for name in ("optimizer", "fused_optimizer")),
         timeout_s=capture.timeout,
         fresh=capture.fresh,
         program=how if isinstance(how, ProgramOptions) else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefit import rules
 from tilefit.assessment import Assessment
-from tilefit.capture.child import capture_in_child, captures_in_child
+from tilefit.capture.child import capture_in_child
 from tilefit.capture.naming import has_source, program_file, require_readable
 from tilefit.cost import fuse
 from tilefit.cost.footprint import usable_bytes
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from tilefit.fixes import Plan
     from tilefit.fixes.planning.answers import Answer
     from tilefit.fixes.planning.outcome import Outcome
-    from tilefit.fixes.source.patches import Patches
-    from tilefit.fixes.source.program import Program
+    from tilefit.fixes.source.change import Write
+    from tilefit.fixes.source.patches import Patches, Trial
+    from tilefit.fixes.source.program import Files, Loaded
     from tilefit.report import Report
     from tilefit.rules import Finding
     from tilefit.rules.base import Context
@@ -49,7 +50,6 @@ class FixRequest:
         verify: Prove each fix.
         measure: Measure each on this machine's GPU.
         memory_bytes: What the step's tensors may take; None for what fits the GPU.
-        own_optimizer: The optimizer is the one that the user's files make, where they do.
         timeout_s: How long one capture may take.
         fresh: Capture it again, though it is unchanged.
         program: The target is a program; ``options`` have no effect.
@@ -63,7 +63,6 @@ class FixRequest:
     verify: bool = True
     measure: bool = False
     memory_bytes: float | None = None
-    own_optimizer: bool = False
     timeout_s: float = 600.0
     fresh: bool = False
     program: ProgramOptions | None = None
@@ -101,44 +100,26 @@ class FixSession:
 
     @cached_property
     def _first(self) -> Step:
-        return self._captured(self.request.options, "")
-
-    def _captured(self, options: TargetOptions, more: str) -> Step:
         request = self.request
-        with self._stage(f"Capturing {request.target}{more}"):
-            return capture_in_child(request.target, options, request.timeout_s, fresh=request.fresh)
+        with self._stage(f"Capturing {request.target}"):
+            return capture_in_child(request.target, request.options, request.timeout_s, fresh=request.fresh)
 
     @cached_property
-    def program(self) -> Program:
+    def loaded(self) -> Loaded:
         """The target, loaded in this process."""
-        step = self._first  # what does not run is told by the child process, before it is loaded in this one
-        assert step is not None
-        from tilefit.fixes.source.program import Program, sizes_of
+        assert self._first  # what does not run is told by the child process, before it is loaded in this one
+        from tilefit.fixes.source.program import Loaded
 
         options = self.request.options
         with self._stage("Choosing fixes"):
-            real = options.on_cpu or self.request.measure
-            return Program(self.request.target, replace(options, on_cpu=real), sizes_of(step))
-
-    @cached_property
-    def options(self) -> TargetOptions:
-        """How the step runs: with the optimizer of the user's own files; a function runs its own."""
-        from torch import nn
-
-        from tilefit.fixes.source.settings import optimizer_of
-
-        is_models = isinstance(self.program.loaded.model, nn.Module) and has_source(self.request.target)
-        if not (self.request.own_optimizer and is_models):
-            return self.request.options
-        with self._stage("Choosing fixes"):
-            return replace(self.request.options, **optimizer_of(self.program))
+            return Loaded(
+                self.request.target, replace(options, on_cpu=options.on_cpu or self.request.measure)
+            )
 
     @cached_property
     def assessment(self) -> Assessment:
         """The step as it is."""
-        own = self.options
-        step = self._first if own == self.request.options else self._captured(own, " with its own optimizer")
-        return self.assessed(step)
+        return self.assessed(self._first)
 
     def assessed(self, step: Step) -> Assessment:
         """A step of this program on the GPU, with the findings that the selected fixes answer."""
@@ -191,8 +172,8 @@ class FixSession:
         from tilefit.fixes.changes.run import Run
         from tilefit.fixes.planning.planner import make_plan
 
-        request, loaded, options = self.request, self.program.loaded, self.options
-        model, inputs = loaded.model, loaded.inputs
+        request, target, options = self.request, self.loaded.target, self.request.options
+        model, inputs = target.model, target.inputs
         if not isinstance(model, nn.Module):
             if request.measure:
                 raise UsageError(
@@ -205,7 +186,7 @@ class FixSession:
             inputs = tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, inputs)
         with self._stage("Choosing fixes") as say:
             return make_plan(
-                Run(model, inputs, options, loss=loaded.loss, memory_bytes=request.memory_bytes),
+                Run(model, inputs, options, loss=target.loss, memory_bytes=request.memory_bytes),
                 request.gpu,
                 request.selection,
                 level=request.level,
@@ -219,20 +200,36 @@ class FixSession:
         """What can be written into the user's files."""
         from tilefit.fixes.source.patches import Patches, propose
 
-        request, selection = self.request, self._worth_it
-        if not has_source(request.target):
+        trial = self._trial
+        if trial is None:
             return Patches()
         before = self.assessment
         with self._stage("Trying changes of your files"):
-            return propose(
-                before.context,
-                partial(_findings, selection),
-                self.program,
-                self.options,
-                request.levels,
-                request.timeout_s,
-                self._budget_bytes,
-            )
+            return propose(before.context, trial)
+
+    @property
+    def _trial(self) -> Trial | None:
+        """How changes of the user's files are written and tried; None where none of them is known."""
+        from tilefit.fixes.source.training import WRITERS_OF_LOADED
+
+        request = self.request
+        if not has_source(request.target):
+            return None
+        return self._trial_of(
+            WRITERS_OF_LOADED,
+            self.loaded,
+            lambda sources: capture_in_child(
+                request.target, replace(request.options, sources=sources), request.timeout_s
+            ),
+        )
+
+    def _trial_of(
+        self, writers: Mapping[str, Write], files: Files, captured: Callable[[Mapping[str, str]], Step]
+    ) -> Trial:
+        from tilefit.fixes.source.patches import Trial
+
+        find = partial(_findings, self._worth_it)
+        return Trial(writers, files, captured, find, self.request.levels, self._budget_bytes)
 
     @cached_property
     def answers(self) -> Sequence[Answer]:
@@ -251,7 +248,9 @@ class FixSession:
     def fuses(self) -> bool:
         """The plan fuses the optimizer, so that it must be given it."""
         plan = self.plan
-        return plan is not None and plan.run.options.fused_optimizer and not self.options.fused_optimizer
+        return (
+            plan is not None and plan.run.options.fused_optimizer and not self.request.options.fused_optimizer
+        )
 
     def outcome(self, *, source_wanted: bool = False) -> Outcome:
         """Everything, as data; ``source_wanted``: the user asked for changes of files."""
@@ -272,7 +271,7 @@ class FixSession:
     @property
     def place(self) -> str:
         """The user's line that builds the model."""
-        return self.program.built_at
+        return self.loaded.built_at
 
     @property
     def call(self) -> str:
@@ -280,7 +279,7 @@ class FixSession:
         that is to be compiled where the plan does not do so itself."""
         from tilefit.fixes.planning.planner import MIN_GAIN
 
-        request, options = self.request, self.options
+        request, options = self.request, self.request.options
         wanted = request.selection
         names = ("train", "amp", "tf32", "optimizer", "fused_optimizer", "clip", "channels_last", "compile")
         settings: dict[str, tuple[Any, Any]] = {
@@ -324,31 +323,20 @@ class ProgramFixSession(FixSession):
         return self.request.program
 
     @property
-    def options(self) -> TargetOptions:
-        """None: the program makes its own step."""
-        return self.request.options
+    def _trial(self) -> Trial:
+        """How changes of the program's files are written and tried."""
+        from tilefit.fixes.source.program import Files
+        from tilefit.fixes.source.training import WRITERS
 
-    @cached_property
-    def patches(self) -> Patches:
-        """What can be written into the program's files."""
-        from tilefit.fixes.source.patches import Trial, propose_for, sources_of
-        from tilefit.fixes.source.training import WRITERS, files_of
-
-        program, before = self._program, self.assessment
-        files = files_of(before.step, program_file(program.program, program.is_module))
-
-        request = self.request
-        trial = Trial(
+        request, program = self.request, self._program
+        files = Files.of(self.assessment.step, program_file(program.program, program.is_module))
+        return self._trial_of(
             WRITERS,
             files,
-            lambda changes: replace(program, sources=sources_of(changes)),
-            lambda programs: captures_in_child(
-                request.target, programs, request.timeout_s, gpu=request.gpu.name
+            lambda sources: capture_in_child(
+                request.target, replace(program, sources=sources), request.timeout_s, gpu=request.gpu.name
             ),
-            self._budget_bytes,
         )
-        with self._stage("Trying changes of your files"):
-            return propose_for(before.context, partial(_findings, self._worth_it), trial, request.levels)
 
 
 def _findings(selection: Selection, context: Context) -> list[Finding]:

@@ -54,43 +54,35 @@ def answers(
         patches: What is written.
         levels: Those of the fixes that may be made.
     """
-    return tuple(_answer(finding, remaining, plan, patches, levels) for finding in findings)
+    made, refused = (plan.fixes, plan.refused) if plan else ((), ())
 
+    def answer(finding: Finding) -> Answer:
+        code = finding.code
+        fixes = tuple(dict.fromkeys(fix.name for fix in made if code in fix.rules))
+        written = ", ".join(patch.where for patch in patches.made if patch.code == code)
+        by_hand = next((each.reason for each in patches.by_hand if each.finding.code == code), "")
+        reason = "" if fixes or written else why_not(code, by_hand)
+        fixes = fixes if fixes or written or reason else ("the other changes",)
+        where = finding.module or finding.source or "the whole step"
+        how = code, finding.safety, finding.gain_s, finding.fix, where
+        return Answer(*how, fixes, written, reason, by_hand)
 
-def _answer(
-    finding: Finding, remaining: Collection[str], plan: Plan | None, patches: Patches, levels: Sequence[str]
-) -> Answer:
-    code = finding.code
-    where = finding.module or finding.source or "the whole step"
-    fixes = tuple(dict.fromkeys(fix.name for fix in plan.fixes if code in fix.rules)) if plan else ()
-    written = ", ".join(patch.where for patch in patches.made if patch.code == code)
-    by_hand = next((each.reason for each in patches.by_hand if each.finding.code == code), "")
-    reason = ""
-    if not fixes and not written:
-        reason = _reason(code, remaining, plan, by_hand, levels)
-        fixes = () if reason else ("the other changes",)
-    safety = finding.safety
-    return Answer(code, safety, finding.gain_s, finding.fix, where, fixes, written, reason, by_hand)
+    def why_not(code: str, by_hand: str) -> str:
+        """Why nothing is made for a finding; empty where it is gone with what was made for others."""
+        known = {fix.name: fix for fix in all_fixes() if code in fix.rules}
+        for name in known:
+            for each in refused:
+                if each.name == name:
+                    return each.reason
+        if code not in remaining or by_hand:
+            return by_hand if code in remaining else ""
+        for name, fix in known.items():
+            if fix.level not in levels:
+                return f"{name} does it, and is {fix.level}: --level {fix.level}"
+            if plan is None:
+                return f"{name} does it at run time, to a model: tilefit.optimize"
+            beside = " beside the other fixes" if made else ""
+            return f"{name} does not reach it, or saves too little{beside}"
+        return "no fix does it"
 
-
-def _reason(
-    code: str, remaining: Collection[str], plan: Plan | None, by_hand: str, levels: Sequence[str]
-) -> str:
-    """Why nothing is made for a finding; empty where it is gone with what was made for others."""
-    known = [fix for fix in all_fixes() if code in fix.rules]
-    for fix in known:
-        refused = [each.reason for each in plan.refused if each.name == fix.name] if plan else []
-        if refused:
-            return refused[0]
-    if code not in remaining:
-        return ""
-    if by_hand:
-        return by_hand
-    for fix in known:
-        if fix.level not in levels:
-            return f"{fix.name} does it, and is {fix.level}: --level {fix.level}"
-        if plan is None:
-            return f"{fix.name} does it at run time, to a model: tilefit.optimize"
-        beside = " beside the other fixes" if plan.fixes else ""
-        return f"{fix.name} does not reach it, or saves too little{beside}"
-    return "no fix does it"
+    return tuple(map(answer, findings))

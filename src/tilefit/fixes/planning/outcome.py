@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: Version of the JSON form.
 FIX_SCHEMA = 2
+_OF_PATCH = "code level where summary note gain_s".split()
 NOTHING = "Nothing to fix."
 
 
@@ -222,14 +223,9 @@ def _fix_rows(plan: Plan) -> Iterator[list[str]]:
 
 
 def _patch_rows(outcome: Outcome) -> Iterator[list[str]]:
-    for patch in outcome.patches.made:
-        yield [
-            patch.code,
-            *_gain(patch.gain_s, outcome.report.step.time_s),
-            patch.level,
-            patch.where,
-            patch.summary,
-        ]
+    for each in outcome.patches.made:
+        saves = _gain(each.gain_s, outcome.report.step.time_s)
+        yield [each.code, *saves, each.level, each.where, each.summary]
 
 
 def _gain(gain_s: float, step_s: float) -> tuple[str, str]:
@@ -272,9 +268,7 @@ def as_json(outcome: Outcome) -> str:
         "time_s": outcome.report.step.time_s,
         "plan": outcome.plan.to_dict() if outcome.plan else None,
         "call": outcome.call,
-        "patches": [
-            {name: value for name, value in vars(patch).items() if name != "change"} for patch in patches.made
-        ],
+        "patches": [{name: getattr(patch, name) for name in _OF_PATCH} for patch in patches.made],
         "findings": [asdict(each) for each in outcome.answers],
         "diff": patches.diff().decode(errors="replace"),
         "written": list(outcome.written),

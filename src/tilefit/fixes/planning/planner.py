@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -176,7 +176,7 @@ def make_plan(
                 pass
             planner.fit()
             proofs = planner.settle(verify)
-        return planner.measured(proofs) if measure else planner.plan(planner.now.made, proofs)
+        return planner.measured(proofs) if measure else planner.plan(proofs)
 
 
 def _refuse_unchangeable(model: object) -> None:
@@ -264,10 +264,6 @@ class _State:
     on_hosts: tuple[StepEstimate, ...]
 
 
-#: Number of a change, and why it cannot be part of a plan.
-_Flaw = tuple[int, str]
-
-
 @dataclass(eq=False)
 class _Planner:
     """The search: greedy, and lazy in that a change is priced again only when it could be the best.
@@ -288,7 +284,6 @@ class _Planner:
     refused: dict[RefusedFix, None] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
     _gains: dict[tuple[str, ChangeSet], float] = field(default_factory=dict)
-    _saved: dict[tuple[str, ChangeSet], tuple[float, float, float]] = field(default_factory=dict)
     _unfit: set[tuple[str, ChangeSet]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -310,27 +305,24 @@ class _Planner:
         return any(self._best_taken(stage) for stage in (Stage.MODEL, Stage.RUN))
 
     def _best_taken(self, stage: Stage) -> bool:
-        waiting = sorted(self._proposals(self.now, stage), key=self._known_gain_s, reverse=True)
+        waiting = {each.key: each for each in self._proposals(self.now, stage)}
         tried: dict[tuple[str, ChangeSet], _State] = {}
         while waiting:
-            proposal = waiting.pop(0)
-            if proposal.key not in tried:
-                after = self._tried(proposal)
-                if after is None:
-                    continue
-                tried[proposal.key] = after
-                self._gains[proposal.key] = _gain(self.now, after)[0]
-                waiting[:0] = self._called_for(proposal, after)
-                if waiting and self._gains[proposal.key] < self._known_gain_s(waiting[0]):
-                    waiting.append(proposal)
-                    waiting.sort(key=self._known_gain_s, reverse=True)
-                    continue
-            if self._is_worth(proposal, tried[proposal.key]):
-                self.states.append(tried[proposal.key])
-                # Beside what was made since it may pay where it did not.
-                mine = proposal.fix.name, proposal.change.modules
-                self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
-                return True
+            best = max(waiting, key=lambda key: self._gains.get(key, float("inf")))
+            proposal = waiting[best]
+            if best in tried:
+                del waiting[best]
+                if self._is_worth(proposal, tried[best]):
+                    self.states.append(tried[best])
+                    # Beside what was made since it may pay where it did not.
+                    mine = proposal.fix.name, proposal.change.modules
+                    self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
+                    return True
+            elif (after := self._tried(self.now, proposal)) is None:
+                del waiting[best]
+            else:
+                tried[best], self._gains[best] = after, _gain(self.now, after)[0]
+                waiting |= {each.key: each for each in self._called_for(proposal, after)}
         return False
 
     def fit(self) -> None:
@@ -339,16 +331,13 @@ class _Planner:
         if self.now.step.memory.peak_bytes <= budget_bytes:
             return
         for proposal in self._proposals(self.now, Stage.FIT):
-            after = self._tried(proposal)
+            after = self._tried(self.now, proposal)
             if after is not None and after.step.memory.peak_bytes <= budget_bytes:
                 self.states.append(after)
                 return
             if after is not None:
                 need, has = map(units.capacity, (after.step.memory.peak_bytes, budget_bytes))
                 self.reject(proposal, f"the step would still need {need}, and may take {has}")
-
-    def _known_gain_s(self, proposal: Proposal) -> float:
-        return self._gains.get(proposal.key, float("inf"))
 
     def _proposals(self, state: _State, stage: Stage) -> Iterator[Proposal]:
         """What fixes of a stage would change, but for what was found unfit."""
@@ -375,15 +364,16 @@ class _Planner:
         together = Proposal(proposal.fix, Several.of(*first, proposal.change))
         return [together] if first and together.key not in self._unfit else []
 
-    def _tried(self, proposal: Proposal) -> _State | None:
-        """The run with a change on top; None where that cannot be."""
+    def _tried(self, before: _State, proposal: Proposal, why: str = "{}") -> _State | None:
+        """The run with a change on top; None where that cannot be: ``why``, around the reason."""
         self.say(f"Pricing {proposal.fix.name}")
-        run = self.now.run.on_meta()
+        run = before.run.on_meta()
         try:
-            proposal.change.apply(run)
-            return self._state(run, (*self.now.made, proposal))
+            if proposal.fix.stage != Stage.TRIED:  # which is about what really runs
+                proposal.change.apply(run)
+            return self._state(run, (*before.made, proposal))
         except (RefusedError, CaptureError) as error:
-            self.reject(proposal, error.what)
+            self.reject(proposal, why.format(error.what))
             return None
 
     # ---- prices --------------------------------------------------------------------------------
@@ -433,77 +423,49 @@ class _Planner:
         refused, and the search goes on from before it."""
         made = self.now.made
         proofs: list[Verification] = []
-        flaw = self._make(made)
-        self.edits.undo()
-        flaw = flaw or (self._prove(made, proofs) if verify else None) or self._make(made)
-        if flaw is None:
-            for each, (before, after) in zip(made, pairwise(self.states), strict=True):
-                self._saved[each.key] = _gain(before, after)
+        number, reason = self._disproven(made, proofs) if verify else (0, "")
+        for index, each in enumerate(made if not reason else ()):
+            try:
+                each.change.apply(self.run, self.edits)
+            except RefusedError as refused:
+                self.edits.undo()
+                number, reason = index, refused.what
+                break
+        if not reason:
             return proofs
-        self.edits.undo()
-        number, reason = flaw
         self.reject(made[number], reason)
         del self.states[number + 1 :]
         return None
 
-    def _make(self, made: Sequence[Proposal]) -> _Flaw | None:
-        for number, each in enumerate(made):
-            try:
-                each.change.apply(self.run, self.edits)
-            except RefusedError as refused:
-                return number, refused.what
-        return None
-
-    def _prove(self, made: Sequence[Proposal], proofs: list[Verification]) -> _Flaw | None:
-        """Prove all changes of the model together: in fp64 on the CPU, and on the GPU that it is on.
+    def _disproven(self, made: Sequence[Proposal], proofs: list[Verification]) -> tuple[int, str]:
+        """Prove all changes of the model together: in fp64 on the CPU, and on the GPU that it is on. The
+        first with which it is not the same function, by its number, and why; a reason is empty for none.
 
         How the program is run is no part of a proof.
         """
         on_gpu = all(parameter.is_cuda for parameter in self.run.model.parameters())
-        of_model = {n: [part for part in each.change.parts if part.modules] for n, each in enumerate(made)}
-        of_model = {number: parts for number, parts in of_model.items() if parts}
-        for compare in (prove, prove_in_place)[: bool(of_model) * (1 + on_gpu)]:
-            self.say("Proving " + ", ".join(dict.fromkeys(each.fix.name for each in made)))
-            reason = self._disproof(compare, [part for parts in of_model.values() for part in parts], proofs)
-            if not reason:
-                continue
-            # One of whose modules the proof tells is the first to be looked at; none of them alone, it is the
-            # last one on top of the others.
-            told = {n: not any(p and p in reason for p in made[n].change.modules) for n in of_model}
-            for number in sorted(of_model, key=told.__getitem__) if len(of_model) > 1 else ():
-                self.say(f"Proving {made[number].fix.name}")
-                if alone := self._disproof(compare, of_model[number], []):
-                    return number, alone
-            return max(of_model), reason
-        return None
+        for compare in (prove, prove_in_place)[: 1 + on_gpu]:
+            reasons: dict[int, str] = {}
 
-    def _disproof(self, compare: _Compare, changes: list[ChangeSet], proofs: list[Verification]) -> str:
-        """Why changes are not proven; a proof, whatever it says, is added to the others."""
-        try:
-            proofs.append(compare(self.tried, changes))
-        except RefusedError as refused:
-            return refused.what
-        return "" if proofs[-1].ok else f"not proven the same: {proofs[-1]}"
+            def fails(count: int, compare: _Compare = compare, reasons: dict[int, str] = reasons) -> bool:
+                """Whether the first changes are not proven, and why."""
+                changes = [part for each in made[:count] for part in each.change.parts if part.modules]
+                names = [each.fix.name for each in made[:count] if each.change.modules]
+                reasons[count] = ""
+                if changes:
+                    self.say("Proving " + ", ".join(dict.fromkeys(names)))
+                    try:
+                        proof = compare(self.tried, changes)
+                        proofs.append(proof)
+                        reasons[count] = "" if proof.ok else f"not proven the same: {proof}"
+                    except RefusedError as refused:
+                        reasons[count] = refused.what
+                return bool(reasons[count])
 
-    def _applied(
-        self, made: Proposal, proofs: Sequence[Verification], measured_s: float | None
-    ) -> AppliedFix:
-        fix, change = made
-        in_fp64, on_gpu = (*(proofs if change.modules else ()), None, None)[:2]
-        gain_s, low_s, high_s = self._saved.get(made.key, (0.0, 0.0, 0.0))
-        return AppliedFix(
-            name=fix.name,
-            level=fix.level,
-            rules=fix.rules,
-            modules=change.modules,
-            summary=change.summary,
-            gain_s=gain_s,
-            gain_low_s=low_s,
-            gain_high_s=high_s,
-            verification=in_fp64,
-            on_gpu=on_gpu,
-            measured_s=measured_s,
-        )
+            if fails(len(made)):
+                first = 1 + bisect_left(range(1, len(made)), True, key=fails)
+                return first - 1, reasons[first]
+        return 0, ""
 
     def reject(self, proposal: Proposal, reason: str) -> None:
         """Leave a change out for good."""
@@ -515,28 +477,30 @@ class _Planner:
 
     # ---- the plan ------------------------------------------------------------------------------
 
-    def plan(
-        self,
-        made: Sequence[Proposal],
-        proofs: Sequence[Verification],
-        times_s: Sequence[Sequence[float]] = (),
-    ) -> Plan:
+    def plan(self, proofs: Sequence[Verification], times_s: Sequence[Sequence[float]] = ()) -> Plan:
         """The plan of what was made; ``times_s``: measured, without and with more and more of it."""
+        made = self.now.made
         before_s, after_s = self.first.estimate.time_s, self.now.estimate.time_s
         saved_s: list[float | None] = [None] * len(made)
         if times_s:
             before_s = statistics.median(times_s[0])
             after_s = before_s - Gain.between(times_s[0], times_s[-1]).time_s
             saved_s = [gain.time_s for gain in _gains(times_s)]
-        done = {(each.fix.name, each.change.modules) for each in made}
+        fixes = []
+        for (before, after), measured_s in zip(pairwise(self.states), saved_s, strict=True):
+            fix, change = after.made[-1]
+            how = fix.name, fix.level, fix.rules, change.modules, change.summary
+            in_fp64, on_gpu = (*(proofs if change.modules else ()), None, None)[:2]
+            fixes.append(AppliedFix(*how, *_gain(before, after), in_fp64, on_gpu, measured_s))
+        done = {(each.name, each.modules) for each in fixes}
         whole = {fix.name for fix in self.fixes if fix.stage == Stage.RUN}
-        if whole.intersection(each.fix.name for each in made):
+        if whole.intersection(each.name for each in fixes):
             done |= {(each.name, each.modules) for each in self.refused if each.name in whole}
         return Plan(
             model=self.run.model,
             run=self.run,
             gpu=self.gpu.name,
-            fixes=tuple(self._applied(each, proofs, s) for each, s in zip(made, saved_s, strict=True)),
+            fixes=tuple(fixes),
             refused=tuple(each for each in self.refused if (each.name, each.modules) not in done),
             before_s=before_s,
             after_s=after_s,
@@ -549,36 +513,31 @@ class _Planner:
         )
 
     def measured(self, proofs: Sequence[Verification]) -> Plan:
-        """The plan of what is measured to gain: what makes the step slower is taken back, and all that makes
-        up a plan that is no gain."""
-        made = [*self.now.made, *self._proposals(self.now, Stage.TRIED)]
+        """The plan of what is measured to gain: what makes the step slower is taken back, what needs it goes
+        too, and all that makes up a plan that is no gain."""
+        self._take(self._proposals(self.now, Stage.TRIED))
+        self.edits.undo()
         self.say("Measuring")
-        times_s = self._times_s(made)
-        while losses := _losses(made, times_s):
-            for index, gain_s in reversed(losses):
-                self.reject(made.pop(index), _why(gain_s))
-            made = self._without_losses(made)
-            times_s = self._times_s(made)
+        while True:
+            made = self.now.made
+            times_s = step_times_s(self.run, [each.change for each in made])
+            losses = _losses(made, times_s)
+            if not losses:
+                break
+            for index, gain_s in reversed(losses.items()):
+                self.reject(made[index], _why(gain_s))
+            del self.states[1:]
+            left = [each for index, each in enumerate(made) if index not in losses]
+            self._take(left, "it goes with a fix that was taken back ({})")
         for each in made:
             each.change.apply(self.run, self.edits)
-        return self.plan(made, proofs, times_s)
+        return self.plan(proofs, times_s)
 
-    def _times_s(self, made: Sequence[Proposal]) -> list[list[float]]:
-        self.edits.undo()
-        return step_times_s(self.run, [each.change for each in made])
-
-    def _without_losses(self, made: Sequence[Proposal]) -> list[Proposal]:
-        """What is left, and its state; what needs a change that was taken back goes too."""
-        run, left = self.first.run.on_meta(), []
-        for each in made:
-            try:
-                if each.fix.stage != Stage.TRIED:
-                    each.change.apply(run)
-                left.append(each)
-            except RefusedError as error:
-                self.reject(each, f"it goes with a fix that was taken back ({error})")
-        self.states[1:] = [self._state(run, tuple(left))]
-        return left
+    def _take(self, proposals: Iterable[Proposal], why: str = "{}") -> None:
+        """Take changes, one on top of the other, but for those that cannot be."""
+        for each in proposals:
+            after = self._tried(self.now, each, why)
+            self.states += [after] if after is not None else []
 
 
 def _gain(before: _State, after: _State) -> tuple[float, float, float]:
@@ -590,20 +549,20 @@ def _gains(times_s: Sequence[Sequence[float]]) -> list[Gain]:
     return [Gain.between(before, after) for before, after in pairwise(times_s)]
 
 
-def _losses(made: Sequence[Proposal], times_s: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
-    """Indices of changes that do not stay, with what each gains."""
-    gains = _gains(times_s)
+def _losses(made: Sequence[Proposal], times_s: Sequence[Sequence[float]]) -> dict[int, float]:
+    """Changes that do not stay, by their number, with what each gains."""
     # What makes the step fit the memory is worth the time that it takes.
-    for_time = [(i, each, gains[i]) for i, each in enumerate(made) if each.fix.stage != Stage.FIT]
-    losses = [
-        (index, gain.time_s)
-        for index, proposal, gain in for_time
-        if gain.high_s < 0 or (proposal.fix.stage == Stage.TRIED and gain.low_s <= 0)
-    ]
+    gains = {n: gain for n, gain in enumerate(_gains(times_s)) if made[n].fix.stage != Stage.FIT}
+    losses = {
+        number: gain.time_s
+        for number, gain in gains.items()
+        if gain.high_s < 0 or (made[number].fix.stage == Stage.TRIED and gain.low_s <= 0)
+    }
     together_s = Gain.between(times_s[0], times_s[-1]).time_s
-    if not losses and len(for_time) == len(made) and together_s < 0:
+    if not losses and len(gains) == len(made) and together_s < 0:
         # No single one for sure, all together none the less.
-        losses = [min(enumerate(gain.time_s for gain in gains), key=itemgetter(1))]
+        worst = min(gains, key=lambda number: gains[number].time_s)
+        losses = {worst: gains[worst].time_s}
     return losses
 
 

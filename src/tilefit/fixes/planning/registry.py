@@ -35,13 +35,11 @@ def select(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Fix,
     """
     # A lone text would be taken for a list of one-letter names.
     wanted, unwanted = (
-        list(map(_fitting, [words] if isinstance(words, str) else words)) for words in (select, ignore)
+        {fix.name for word in ([words] if isinstance(words, str) else words) for fix in _fitting(word)}
+        for words in (select, ignore)
     )
     return tuple(
-        fix
-        for fix in all_fixes()
-        if (not wanted or any(fix in fitting for fitting in wanted))
-        and not any(fix in fitting for fitting in unwanted)
+        fix for fix in all_fixes() if (not wanted or fix.name in wanted) and fix.name not in unwanted
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tilefit.capture.copies import copied
+from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.errors import CaptureError
 from tilefit.fixes.changes.fix import ChangeSet, RefusedError
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.proof.likeness import Likeness, few_rows, likeness, shrunken
-from tilefit.fixes.proof.scenarios import SCENARIOS, Scenario, Trial
+from tilefit.fixes.proof.scenarios import SCENARIOS, Trial
 from tilefit.fixes.proof.verification import (
     TOLERANCES,
     Difference,
@@ -46,7 +47,9 @@ def prove(run: Run, changes: Sequence[ChangeSet]) -> Verification:
     Raises:
         RefusedError: the comparison cannot be made.
     """
-    with _on_cpu(), _seeded(), _as_refusals():
+    # As a default, the CPU sees every call, and takes its time.
+    is_default = torch.get_default_device().type == "cpu"
+    with nullcontext() if is_default else torch.device("cpu"), _comparing():
         return _compared(likeness(run, changes))
 
 
@@ -57,78 +60,56 @@ def prove_in_place(run: Run, changes: Sequence[ChangeSet]) -> Verification:
     Raises:
         RefusedError: a change does not apply, or the comparison cannot be made.
     """
-    with _seeded(), _as_refusals():
+    with _comparing():
         few = with_values(shrunken(run.inputs), run.model)
         return verify_in_place(replace(run, inputs=few), map(few_rows, changes))
 
 
-def _on_cpu() -> AbstractContextManager[Any]:
-    """Within the block new tensors go to the CPU, whatever the default is."""
-    is_default = torch.get_default_device().type == "cpu"
-    return nullcontext() if is_default else torch.device("cpu")  # which sees every call, and takes its time
-
-
 @contextmanager
-def _seeded() -> Iterator[None]:
-    """Within the block random numbers on the CPU are the same every time; afterwards the user's go on."""
+def _comparing() -> Iterator[None]:
+    """Within the block random numbers on the CPU are the same every time; afterwards the user's go on.
+
+    Raises:
+        RefusedError: the model raises in the comparison (in fp64, on few inputs, on a copy).
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # and no GPU's
-        yield
-
-
-@contextmanager
-def _as_refusals() -> Iterator[None]:
-    """A model that raises in the comparison (in fp64, on few inputs, on a copy) is left alone."""
-    try:
-        yield
-    except RefusedError:
-        raise
-    except CaptureError as error:
-        raise RefusedError(f"the model does not run on a copy ({error.what})") from error
-    except Exception as error:
-        text = (str(error).strip() or "no message").splitlines()[0]
-        raise RefusedError(f"the comparison raised {type(error).__name__}: {text.rstrip('.')}") from error
+        try:
+            yield
+        except RefusedError:
+            raise
+        except CaptureError as error:
+            raise RefusedError(f"the model does not run on a copy ({error.what})") from error
+        except Exception as error:
+            text = (str(error).strip() or "no message").splitlines()[0]
+            raise RefusedError(f"the comparison raised {type(error).__name__}: {text.rstrip('.')}") from error
 
 
 def _compared(like: Likeness) -> Verification:
-    run = like.run
+    run, amp = like.run, like.run.options.autocast
     original = copied(run.model, "cpu").double()
     _fill(original, run.model)
     fixed = _changed(run, original, like.changes)
+    same_numbers = all(change.same_random_numbers for change in like.changes)
     inputs = with_values(run.inputs, run.model)
-    trial = Trial(
-        inputs,
-        run.loss,
-        same_random_numbers=all(change.same_random_numbers for change in like.changes),
-        train=run.options.train,
-    )
+    trial = Trial(inputs, run.loss, same_random_numbers=same_numbers, train=run.options.train)
     trial = replace(trial, parts=_parts(trial, original, like.changes))
+    own = next((p.dtype for p in run.model.parameters() if p.is_floating_point()), torch.float32)
+    working = replace(trial, dtype=own, amp=amp), AMP_DTYPES.get(amp, own)
     parameters = sum(p.numel() for p in original.parameters()) if like.is_small else float("inf")
     differences: list[Difference] = []
     count, worst = 0, 0.0
     for scenario in SCENARIOS:
-        if parameters > scenario.most or (scenario.training and not trial.train):
+        if parameters > scenario.most or (scenario.training and not trial.train) or differences:
             continue
-        how, dtype = _how(scenario, trial, run)
+        how, dtype = working if scenario.working else (trial, torch.float64)
         errors = compared(scenario, how, original, fixed, must_run=scenario in SCENARIOS[:2])
         count += len(errors)
         differences += [each for each in errors if not each.error <= TOLERANCES[dtype]]
         if dtype == torch.float64:
             worst = max([worst, *(each.error for each in errors)])
-        if differences:
-            break
     found = judged((), like.scope, torch.float64, "cpu")
     return replace(found, compared=count, worst=worst, differences=tuple(differences))
-
-
-def _how(scenario: Scenario, trial: Trial, run: Run) -> tuple[Trial, torch.dtype]:
-    """How a scenario is run, and the type that its results are as exact as."""
-    if not scenario.working:
-        return trial, torch.float64
-    amp = run.options.autocast
-    own = next((p.dtype for p in run.model.parameters() if p.is_floating_point()), torch.float32)
-    result = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp, own)
-    return replace(trial, dtype=own, amp=amp), result
 
 
 def _changed(run: Run, original: nn.Module, changes: Sequence[ChangeSet]) -> nn.Module:

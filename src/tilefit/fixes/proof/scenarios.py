@@ -1,14 +1,14 @@
 """What people do with a model: each thing is done to the original and to the changed one, and whatever comes
 of it is compared.
 
-A scenario is a function of a :class:`Trial` and a model, a copy of its own; it returns what it saw, by name.
+A scenario is a function of a :class:`Trial` and a model, a copy of its own; it tells what it sees, by name.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,9 @@ _EPSILON = 1e-3
 #: So large, and so small, that products overflow and underflow in fp32.
 _HUGE, _TINY = 1e30, 1e-30
 
+#: What is seen, by name; and as it is told: trees of tensors and numbers, each with what it is.
 Observed = dict[str, Any]
+Told = Iterator[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -124,29 +126,24 @@ class Trial:
             total = total + (leaf.to(wide) - aim).square().mean()
         return total
 
-    def passed(self, model: nn.Module, inputs: Any) -> Observed:
+    def passed(self, model: nn.Module, inputs: Any) -> Told:
         """Output, loss and gradients of one pass."""
         output = self.called(model, inputs)
-        return outputs(output) | self.gradients(model, self.loss_of(output), inputs)
+        yield "output", output
+        yield from self.gradients(model, self.loss_of(output), inputs)
 
-    def gradients(self, model: nn.Module, loss: torch.Tensor | None, inputs: Any) -> Observed:
+    def gradients(self, model: nn.Module, loss: torch.Tensor | None, inputs: Any) -> Told:
         """A loss, and the gradients of parameters and inputs."""
         if loss is None:
-            return {}
+            return
         scale = _LOSS_SCALE if torch.float16 in (self.dtype, AMP_DTYPES.get(self.amp)) else 1.0
         (loss if scale == 1.0 else loss.float() * scale).backward()  # type: ignore[no-untyped-call]
-
-        def gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-            return leaf.grad if scale == 1.0 or leaf.grad is None else leaf.grad.float() / scale
-
-        found: Observed = {"loss": loss.detach()}
-        found |= {f"gradient of {name}": gradient(p) for name, p in model.named_parameters()}
-        found |= {
-            f"gradient of input{path}": gradient(leaf)
-            for path, leaf in leaves(inputs)
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
-        }
-        return found | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+        yield "loss", loss.detach()
+        given = [(f"input{path}", leaf) for path, leaf in leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        for name, leaf in (*model.named_parameters(), *given):
+            if leaf.is_leaf and leaf.grad is not None:
+                yield f"gradient of {name}", leaf.grad if scale == 1.0 else leaf.grad.float() / scale
+        yield from (("buffer " + name, buffer) for name, buffer in model.named_buffers())
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ class Scenario:
 
     Attributes:
         name: As in a refusal: ``eval``.
-        observe: Does it.
+        tell: Does it.
         training: The model is in training mode; of a run that trains.
         most: The most parameters that a model may have for it.
         working: In the run's own precision, with wide tolerances.
@@ -164,12 +161,21 @@ class Scenario:
     """
 
     name: str
-    observe: Callable[[Trial, nn.Module], Observed]
+    tell: Callable[[Trial, nn.Module], Told]
     training: bool = False
     most: float = float("inf")
     working: bool = False
     finite: bool = False
     may_raise: bool = False
+
+    def observe(self, trial: Trial, model: nn.Module) -> Observed:
+        """What is seen of a copy of a model."""
+        return seen(self.tell(trial, trial.prepared(model, self.training)))
+
+
+def seen(told: Told) -> Observed:
+    """What is told, each tensor and number of it by what it is and where."""
+    return {f"{what}{where}": leaf for what, tree in told for where, leaf in leaves(tree)}
 
 
 #: All of them, the first ones first.
@@ -180,41 +186,38 @@ _FEW = 2_000_000
 _MANY = 10_000_000
 
 
-def _scenario(name: str, **how: Any) -> Callable[[Callable[[Trial, nn.Module], Observed]], Any]:
-    def register(observe: Callable[[Trial, nn.Module], Observed]) -> Any:
-        SCENARIOS.append(Scenario(name, observe, **how))
-        return observe
+def _scenario(name: str, **how: Any) -> Callable[[Callable[[Trial, nn.Module], Told]], Any]:
+    def register(tell: Callable[[Trial, nn.Module], Told]) -> Any:
+        SCENARIOS.append(Scenario(name, tell, **how))
+        return tell
 
     return register
 
 
 @_scenario("train", training=True)
 @_scenario("eval")
-def _one_pass(trial: Trial, model: nn.Module) -> Observed:
+def _one_pass(trial: Trial, model: nn.Module) -> Told:
     return trial.passed(model, trial.fresh(grad=True))
 
 
 def _stepped(
     trial: Trial, model: nn.Module, made: Callable[[list[nn.Parameter]], torch.optim.Optimizer], clips: bool
-) -> Observed:
+) -> Told:
     """Losses of some steps, and parameters and buffers at the end."""
     trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        return {}
-    optimizer = made(trainable)
-    found: Observed = {}
+    optimizer = made(trainable) if trainable else None
     for number in range(1, trial.steps + 1):
         loss = trial.loss_of(trial.called(model, trial.fresh()))
-        if loss is None:
-            return {}
+        if loss is None or optimizer is None:
+            return
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if clips:
-            found[f"gradient norm of step {number}"] = nn.utils.clip_grad_norm_(trainable, 1.0)
+            yield f"gradient norm of step {number}", nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
-        found[f"loss of step {number}"] = loss.detach()
-    found |= {f"{name} after {trial.steps} steps": p.detach() for name, p in model.named_parameters()}
-    return found | {f"buffer {name} after {trial.steps} steps": b for name, b in model.named_buffers()}
+        yield f"loss of step {number}", loss.detach()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield f"{name} after {trial.steps} steps", tensor.detach()
 
 
 _OPTIMIZERS: tuple[tuple[Any, bool, dict[str, float]], ...] = (
@@ -227,26 +230,22 @@ for _kind, _clips, _more in _OPTIMIZERS:
 
 
 @_scenario("inputs used again and written to", most=_MANY)
-def _reused(trial: Trial, model: nn.Module) -> Observed:
-    found: Observed = {}
+def _reused(trial: Trial, model: nn.Module) -> Told:
     for mode in (torch.no_grad, torch.inference_mode):
         inputs = trial.fresh()
         with mode():
-            made = [trial.called(model, inputs), trial.called(model, inputs)]
-            for leaf in floats(inputs):
-                leaf.mul_(0.5)
-            made.append(trial.called(model, inputs))
-        for number, output in enumerate(made, start=1):
-            found |= outputs(output, f" of call {number}, {mode.__name__}")
-        found |= {f"input{path} afterwards, {mode.__name__}": v for path, v in leaves(inputs)}
-    return found
+            for number in (1, 2, 3):
+                for leaf in floats(inputs) if number == 3 else ():
+                    leaf.mul_(0.5)
+                yield f"output of call {number}, {mode.__name__}", trial.called(model, inputs)
+        yield f"inputs afterwards, {mode.__name__}", inputs
 
 
 @_scenario("inputs that are views", most=_MANY)
-def _views(trial: Trial, model: nn.Module) -> Observed:
+def _views(trial: Trial, model: nn.Module) -> Told:
     wholes: list[torch.Tensor] = []
     views: list[torch.Tensor] = []
-    seen: list[torch.Tensor] = []
+    hooked: list[torch.Tensor] = []
 
     def view(leaf: torch.Tensor) -> torch.Tensor:
         if not leaf.dim():
@@ -256,23 +255,22 @@ def _views(trial: Trial, model: nn.Module) -> Observed:
         if part.requires_grad:
             wholes.append(whole)
             views.append(part)
-            part.register_hook(seen.append)  # type: ignore[no-untyped-call]
+            part.register_hook(hooked.append)  # type: ignore[no-untyped-call]
         return part
 
     output = trial.called(model, tree_map_only(torch.Tensor, view, trial.fresh()))
+    yield "output", output
     loss = trial.loss_of(output)
-    found = outputs(output)
-    if loss is None or not views:
-        return found
-    gradients = torch.autograd.grad(loss, [*views, *wholes], retain_graph=True, allow_unused=True)
-    found |= {f"gradient of view {n}": gradient for n, gradient in enumerate(gradients)}
-    loss.backward()  # type: ignore[no-untyped-call]
-    found |= {f"gradient of whole {n}": whole.grad for n, whole in enumerate(wholes)}
-    return found | {f"seen by hook {n}": gradient for n, gradient in enumerate(seen)}
+    if loss is not None and views:
+        both = [*views, *wholes]
+        yield "gradients", torch.autograd.grad(loss, both, retain_graph=True, allow_unused=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        yield "gradients of the whole", [whole.grad for whole in wholes]
+        yield "seen by hooks", hooked
 
 
 @_scenario("a batch of another size", most=_MANY)
-def _other_batch(trial: Trial, model: nn.Module) -> Observed:
+def _other_batch(trial: Trial, model: nn.Module) -> Told:
     first = next((v for _, v in leaves(trial.inputs) if isinstance(v, torch.Tensor) and v.dim()), None)
     size = 0 if first is None else first.shape[0]
     rows = torch.tensor([*range(size), 0])
@@ -280,68 +278,56 @@ def _other_batch(trial: Trial, model: nn.Module) -> Observed:
     def other(leaf: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         return leaf[chosen.to(leaf.device)] if leaf.dim() and leaf.shape[0] == size else leaf
 
-    found: Observed = {}
     for chosen in (rows, rows[:1]) if size else ():
         given = tree_map_only(torch.Tensor, partial(other, chosen=chosen), _plain(trial.inputs))
-        inputs = trial.fresh(given, grad=True)
         model.zero_grad()
-        found |= {f"{what} of {len(chosen)}": v for what, v in trial.passed(model, inputs).items()}
-    return found
+        for what, tree in trial.passed(model, trial.fresh(given, grad=True)):
+            yield f"{what} of {len(chosen)}", tree
 
 
 @_scenario("other weights loaded", most=_MANY)
-def _reloaded(trial: Trial, model: nn.Module) -> Observed:
+def _reloaded(trial: Trial, model: nn.Module) -> Told:
     inputs = trial.fresh()
+    _load_others(trial, model, inputs)
+    with torch.no_grad():
+        yield "output", trial.called(model, inputs)
+
+
+def _load_others(trial: Trial, model: nn.Module, inputs: Any) -> None:
+    """Load other weights behind a call."""
     with torch.no_grad():
         trial.called(model, inputs)
-        _load_others(model)
-        return outputs(trial.called(model, inputs))
-
-
-def _load_others(model: nn.Module) -> None:
     state = model.state_dict()
     model.load_state_dict({k: 1.5 * v if v.is_floating_point() else v for k, v in state.items()})
 
 
+def _part(trial: Trial, model: nn.Module, path: str, within: str | None) -> Told:
+    """A call of a part by itself, or by a module around it that calls nothing else."""
+    part = model.get_submodule(path)
+    parent = part if within is None else model.get_submodule(within)
+    how = f"{path} alone" if within is None else f"{path} within {within!r}"
+    model.zero_grad()
+    args, kwargs = given = trial.fresh(trial.parts[path], grad=True)
+    with nullcontext() if within is None else _reaching(parent, part, args, kwargs):
+        output = part(*args, **kwargs) if within is None else parent()
+    yield path if within is None else how, output
+    for what, tree in trial.gradients(model, replace(trial, loss=None).loss_of(output), given):
+        yield f"{what}, {how}", tree
+
+
 @_scenario("parts called by themselves", most=_MANY)
-def _parts_alone(trial: Trial, model: nn.Module) -> Observed:
-    found: Observed = {}
-    with torch.no_grad():
-        trial.called(model, trial.fresh())
-    _load_others(model)
-    for path, (args, kwargs) in trial.parts.items():
-        part = model.get_submodule(path)
-        model.zero_grad()
-        given = trial.fresh((args, kwargs), grad=True)
-        output = part(*given[0], **given[1])
-        found |= {f"{path}{where}": value for where, value in leaves(output)}
-        seen = trial.gradients(model, replace(trial, loss=None).loss_of(output), given)
-        found |= {f"{what}, from {path} alone": value for what, value in seen.items()}
-    return found
+def _parts_alone(trial: Trial, model: nn.Module) -> Told:
+    _load_others(trial, model, trial.fresh())
+    for path in trial.parts:
+        yield from _part(trial, model, path, None)
 
 
 @_scenario("calls that reach one part", most=_MANY)
-def _parts_reached(trial: Trial, model: nn.Module) -> Observed:
-    found: Observed = {}
-    for path, (args, kwargs) in trial.parts.items():
-        for above in _ancestors(path):
-            parent = model.get_submodule(above)
-            model.zero_grad()
-            given = trial.fresh((args, kwargs), grad=True)
-            with _reaching(parent, model.get_submodule(path), *given):
-                output = parent()
-            found |= {f"{path}{where} within {above!r}": value for where, value in leaves(output)}
-            seen = trial.gradients(model, replace(trial, loss=None).loss_of(output), given)
-            found |= {f"{what}, {path} within {above!r}": value for what, value in seen.items()}
-    return found
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    """The two nearest: others differ from them by nothing that a part sees."""
-    for _ in range(2):
-        if path:
-            path = path.rpartition(".")[0]
-            yield path
+def _parts_reached(trial: Trial, model: nn.Module) -> Told:
+    for path in trial.parts:
+        nearest = [above.rpartition(".")[0] for above in (path, path.rpartition(".")[0]) if above]
+        for above in nearest:  # others differ from them by nothing that a part sees
+            yield from _part(trial, model, path, above)
 
 
 @contextmanager
@@ -368,21 +354,17 @@ def _reaching(parent: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Ite
 
 
 @_scenario("parts given wrong sizes", most=_MANY)
-def _wrong_sizes(trial: Trial, model: nn.Module) -> Observed:
-    found: Observed = {}
+def _wrong_sizes(trial: Trial, model: nn.Module) -> Told:
     for path, (args, kwargs) in trial.parts.items():
         for change in (-1, 1):
             other = tree_map_only(torch.Tensor, partial(_of_other_width, change=change), args)
-            given = trial.fresh((other, kwargs))
-            part = model.get_submodule(path)
+            given, keywords = trial.fresh((other, kwargs))
             with torch.no_grad():
                 try:
-                    output = part(*given[0], **given[1])
+                    output = model.get_submodule(path)(*given, **keywords)
                 except Exception:  # noqa: BLE001 - that it raises is what is seen
-                    found[f"{path} of {change:+d} feature"] = "an error"
-                else:
-                    found |= {f"{path}{w} of {change:+d} feature": value for w, value in leaves(output)}
-    return found
+                    output = "an error"
+            yield f"{path} of {change:+d} feature", output
 
 
 def _of_other_width(leaf: torch.Tensor, change: int) -> torch.Tensor:
@@ -392,67 +374,58 @@ def _of_other_width(leaf: torch.Tensor, change: int) -> torch.Tensor:
 
 
 @_scenario("hooks set afterwards", most=_MANY)
-def _hooked(trial: Trial, model: nn.Module) -> Observed:
-    seen: list[tuple[str, Any]] = []
+def _hooked(trial: Trial, model: nn.Module) -> Told:
+    called: list[tuple[str, Any]] = []
 
     def see(module: nn.Module, args: Any, output: Any, path: str) -> None:
-        seen.append((path, (args, output)))
+        called.append((path, (args, output)))
 
     for path in trial.parts:
         model.get_submodule(path).register_forward_hook(partial(see, path=path))
-    found = trial.passed(model, trial.fresh(grad=True))
-    for number, (path, tree) in enumerate(seen):
-        found |= {f"hook {number} of {path}{where}": value for where, value in leaves(tree)}
-    return found
+    yield from trial.passed(model, trial.fresh(grad=True))
+    yield from ((f"hook {number} of {path}", tree) for number, (path, tree) in enumerate(called))
 
 
 @_scenario("a sample of NaN", most=_MANY)
-def _nan(trial: Trial, model: nn.Module) -> Observed:
+def _nan(trial: Trial, model: nn.Module) -> Told:
     inputs = trial.fresh()
     given = [leaf for leaf in floats(inputs) if leaf.dim()]
+    for leaf in given:
+        leaf[0].flatten()[:1] = torch.nan
     with torch.no_grad():
-        for leaf in given:
-            leaf[0].flatten()[:1] = torch.nan
-        return outputs(trial.called(model, inputs)) if given else {}
+        yield "output", trial.called(model, inputs) if given else None
 
 
 @_scenario("second derivatives", most=_FEW, may_raise=True)
-def _second(trial: Trial, model: nn.Module) -> Observed:
+def _second(trial: Trial, model: nn.Module) -> Told:
     inputs = trial.fresh(grad=True)
     loss = trial.loss_of(trial.called(model, inputs))
-    if loss is None:
-        return {}
-    of: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
-    of += floats(inputs)
-    first = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True)
-    total = sum(gradient.square().sum() for gradient in first if gradient is not None)
-    if not isinstance(total, torch.Tensor) or not total.requires_grad:
-        return {}
-    second = torch.autograd.grad(total, of, allow_unused=True)
-    return {f"second derivative {number}": gradient for number, gradient in enumerate(second)}
+    of: list[torch.Tensor] = [*(p for p in model.parameters() if p.requires_grad), *floats(inputs)]
+    if loss is not None:
+        first = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True)
+        total = sum(gradient.square().sum() for gradient in first if gradient is not None)
+        if isinstance(total, torch.Tensor) and total.requires_grad:
+            yield "second derivatives", torch.autograd.grad(total, of, allow_unused=True)
 
 
 @_scenario("in its own precision", working=True, most=_MANY)
-def _working(trial: Trial, model: nn.Module) -> Observed:
+def _working(trial: Trial, model: nn.Module) -> Told:
     with torch.no_grad():
-        return outputs(trial.called(model, trial.fresh()))
+        yield "output", trial.called(model, trial.fresh())
 
 
 @_scenario("huge and tiny numbers", working=True, finite=True, most=_MANY)
-def _magnitudes(trial: Trial, model: nn.Module) -> Observed:
-    found: Observed = {}
+def _magnitudes(trial: Trial, model: nn.Module) -> Told:
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     for size in (_HUGE, _TINY):
         inputs = trial.fresh()
+        given = [*floats(inputs)]
         with torch.no_grad():
-            given = list(floats(inputs))
             for tensor in given or tables:
                 tensor.mul_(size)
-            output = trial.called(model, inputs)
+            yield f"output at {size:g}", trial.called(model, inputs)
             for tensor in () if given else tables:
                 tensor.div_(size)
-        found |= outputs(output, f" at {size:g}")
-    return found
 
 
 def _plain(tree: Any) -> Any:
@@ -471,11 +444,6 @@ def floats(tree: Any) -> Iterator[torch.Tensor]:
     for _, leaf in leaves(tree):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             yield leaf
-
-
-def outputs(tree: Any, of: str = "") -> Observed:
-    """What a model returned, by name; ``of``: of which call."""
-    return {f"output{path}{of}": value for path, value in leaves(tree)}
 
 
 # ---- fp64 --------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.fixes.changes.fix import ChangeSet, applied
 from tilefit.fixes.changes.run import Run
-from tilefit.fixes.proof.scenarios import SCENARIOS, Observed, Scenario, Trial
+from tilefit.fixes.proof.scenarios import SCENARIOS, Observed, Scenario, Trial, seen
 from tilefit.fixes.proof.scenarios import in_double as in_double
 
 #: Largest relative error (norm of the difference over norm) that counts as rounding, by element type. The
@@ -133,22 +134,19 @@ def compared(
 
     Where the original raises, either that is raised, or, if it need not run so, nothing is compared.
     """
+    observed: list[Observed] = []
     with trial.running():
-        try:
-            first = scenario.observe(trial, trial.prepared(original, scenario.training))
-        except Exception:
-            if must_run:
-                raise
-            return []
-        try:
-            second = scenario.observe(trial, trial.prepared(fixed, scenario.training))
-        except Exception as error:
-            if must_run:
-                raise
-            what = f"{scenario.name}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
-            return [] if scenario.may_raise else [Difference(what, float("inf"))]
-    errors = _finite_errors if scenario.finite else _errors
-    return [Difference(f"{scenario.name}: {what}", error) for what, error in errors(first, second)]
+        for model in (original, fixed):
+            try:
+                observed.append(scenario.observe(trial, model))
+            except Exception as error:
+                if must_run:
+                    raise
+                what = f"{scenario.name}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+                is_difference = observed and not scenario.may_raise
+                return [Difference(what, float("inf"))] if is_difference else []
+    first, second = observed
+    return _differences(scenario.name, first, second, finite=scenario.finite)
 
 
 def verify_in_place(run: Run, changes: Iterable[ChangeSet]) -> Verification:
@@ -161,11 +159,11 @@ def verify_in_place(run: Run, changes: Iterable[ChangeSet]) -> Verification:
     trial = Trial(run.inputs, run.loss, run.options.autocast, parameter.dtype, str(parameter.device))
     with run.kept():
         run.model.eval()
-        first = trial.passed(run.model, trial.fresh(grad=True))
+        first = seen(trial.passed(run.model, trial.fresh(grad=True)))
         with applied(run, changes):
             run.model.zero_grad()
-            second = trial.passed(run.model, trial.fresh(grad=True))
-    errors = [Difference(f"eval: {what}", error) for what, error in _errors(first, second)]
+            second = seen(trial.passed(run.model, trial.fresh(grad=True)))
+    errors = _differences("eval", first, second)
     dtype = AMP_DTYPES.get(run.options.autocast, parameter.dtype)
     return judged(errors, "whole model", dtype, str(parameter.device))
 
@@ -184,38 +182,31 @@ def judged(errors: Iterable[Difference], scope: str, dtype: torch.dtype, device:
     )
 
 
-def _errors(first: Observed, second: Observed) -> Iterator[tuple[str, float]]:
-    """How far each observation of the second is from the first."""
-    scale = -1.0
+def _differences(scenario: str, first: Observed, second: Observed, finite: bool = False) -> list[Difference]:
+    """How far each observation of the second is from the first; ``finite``: where that is, it is to be."""
+    scale = cache(lambda: _norm(value for value in first.values() if _is_float(value)))
+    errors = {}
     for name in dict.fromkeys((*first, *second)):
         a, b = first.get(name), second.get(name)
-        if a is None and b is None:
-            continue
-        if not (_is_float(a) and _is_float(b)):
-            yield name, 0.0 if _equal(a, b) else float("inf")
-        elif a.shape != b.shape or a.dtype != b.dtype:
-            yield name, float("inf")
-        elif torch.equal(a, b):
-            yield name, 0.0
-        else:
-            if scale < 0:
-                scale = _norm(value for value in first.values() if _is_float(value))
-            same = (a == b) | (a.isnan() & b.isnan())
-            off = (a.double() - b.double()).where(~same, 0.0)
-            if not off.any():
-                yield name, 0.0
-            elif not off.isfinite().all():
-                yield name, float("inf")
-            else:
-                yield name, _norm([off]) / max(_norm([a]), _NEGLIGIBLE * scale, _TINY)
+        if not finite:
+            errors[name] = _error(a, b, scale)
+        elif _is_float(a) and _is_float(b) and a.shape == b.shape:
+            errors[name] = float("inf") if (a.isfinite() & ~b.isfinite()).any() else 0.0
+    return [Difference(f"{scenario}: {name}", error) for name, error in errors.items()]
 
 
-def _finite_errors(first: Observed, second: Observed) -> Iterator[tuple[str, float]]:
-    """Where the second is not finite and the first is."""
-    for name, a in first.items():
-        b = second.get(name)
-        if _is_float(a) and _is_float(b) and a.shape == b.shape:
-            yield name, float("inf") if (a.isfinite() & ~b.isfinite()).any() else 0.0
+def _error(a: Any, b: Any, scale: Callable[[], float]) -> float:
+    if not (_is_float(a) and _is_float(b)):
+        return 0.0 if _equal(a, b) else float("inf")
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if torch.equal(a, b):
+        return 0.0
+    same = (a == b) | (a.isnan() & b.isnan())
+    off = (a.double() - b.double()).where(~same, 0.0)
+    if not off.isfinite().all():
+        return float("inf")
+    return _norm([off]) / max(_norm([a]), _NEGLIGIBLE * scale(), _TINY)
 
 
 def _is_float(value: Any) -> TypeGuard[torch.Tensor]:

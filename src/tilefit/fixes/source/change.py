@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import libcst as cst
 
-from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.file import Edit
-from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
@@ -27,7 +25,6 @@ class Change:
         summary: What is written, as short as code: ``fused=True``.
         note: What the user must know before writing it; may be empty.
         level: ``safe`` where the program computes the same for every input, else ``unsafe``.
-        told: Options of the capture that do the same, where the captured step does not run the changed lines.
     """
 
     edits: Mapping[Syntax, tuple[Edit, ...]]
@@ -35,7 +32,6 @@ class Change:
     summary: str
     note: str = ""
     level: str = UNSAFE
-    told: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, edits: Iterable[tuple[Syntax, Edit]], *others: Any, **more: Any) -> Change:
@@ -88,32 +84,21 @@ def with_argument(syntax: Syntax, call: cst.Call, argument: str) -> Edit:
     if isinstance(last.comma, cst.Comma):
         # After the comma that is there, in the manner of the arguments before it.
         place = syntax.stop(last.comma)
-        own_line = len(call.args) > 0 and syntax.line(last) != syntax.line(call)
+        own_line = syntax.line(last) != syntax.line(call)
         start = syntax.file.newline_after(place) + syntax.indentation(syntax.line(last)) if own_line else " "
         return Edit(place, place, f"{start}{argument}{',' if own_line else ''}")
     place = syntax.stop(last)
     return Edit(place, place, f", {argument}")
 
 
+def switched_on(syntax: Syntax, call: cst.Call, name: str) -> Edit | None:
+    """The edit that gives a call ``name=True``; None where it has it."""
+    argument = keyword(call, name)
+    if argument is None:
+        return with_argument(syntax, call, f"{name}=True")
+    return None if syntax.code(argument.value) == "True" else syntax.replaced(argument.value, "True")
+
+
 def keyword(call: cst.Call, name: str) -> cst.Arg | None:
     """A call's keyword argument."""
     return next((a for a in call.args if a.keyword is not None and a.keyword.value == name), None)
-
-
-def refuse_where_mentioned(program: Files, names: Collection[str], option: str) -> None:
-    """Refuse to add what the program's files seem to do in a part that is not captured.
-
-    Raises:
-        RefusedError: one of the names occurs in them.
-    """
-    for syntax in program.syntaxes():
-        for node in syntax.all(cst.Name):
-            if node.value in names:
-                raise RefusedError(
-                    f"{syntax.file.name}:{syntax.line(node)} does so already: tell with {option}"
-                )
-
-
-def lines(places: Iterable[tuple[Syntax, cst.CSTNode]]) -> str:
-    """Where nodes are, for a message: ``train.py:3, train.py:9``."""
-    return ", ".join(f"{syntax.file.name}:{syntax.line(node)}" for syntax, node in places)

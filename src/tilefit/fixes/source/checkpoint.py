@@ -13,10 +13,9 @@ from tilefit.cost.recompute import NORMALIZATION
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.kinds.checkpoint import choices, is_fit
 from tilefit.fixes.source.change import Change, imported, keyword, with_argument
-from tilefit.fixes.source.program import Files, Program
-from tilefit.fixes.source.settings import makers
+from tilefit.fixes.source.places import Place, beside_optimizers, statements, where_made
+from tilefit.fixes.source.program import Files, Loaded
 from tilefit.fixes.source.syntax import Syntax
-from tilefit.fixes.source.training import Place, beside_optimizers, statements, where_made
 from tilefit.rules.base import Context
 from tilefit.rules.finding import SAFE
 
@@ -57,11 +56,11 @@ def ways(context: Context, budget_bytes: float, files: Files) -> Iterator[Way]:
     if len(arguments) == 1:
         yield iter([_told(*arguments[0])])
         return
-    for places, modules in _places(context, files):
+    for place, modules in _places(context, files):
         found = partial(_chosen, context, budget_bytes, files)
         if of_transformers:
-            yield (_enabled(places, paths, modules) for paths in found(of_library=True))
-        yield (_wrapped(places, paths, modules, files) for paths in found())
+            yield (_enabled(place, paths, modules) for paths in found(of_library=True))
+        yield (_wrapped(place, paths, modules, files) for paths in found())
 
 
 def _imports(syntax: Syntax, package: str) -> bool:
@@ -81,7 +80,7 @@ def _chosen(
     modules = context.step.modules
     allowed: list[Callable[[str], bool]] = [partial(_is_element, modules)]
     if not of_library:
-        model = files.models.get("") if isinstance(files, Program) else None
+        model = files.models.get("") if isinstance(files, Loaded) else None
         runs_twice = partial(_runs_twice, modules, model)
         allowed = [lambda path: _is_element(modules, path) and runs_twice(path), runs_twice]
     for each in allowed:
@@ -116,7 +115,7 @@ def _named(name: str, paths: Sequence[str], modules: Mapping[str, str]) -> str:
             found += [_accessed(name, path, modules) for path in group]
             continue
         numbers = sorted(int(path.rpartition(".")[2]) for path in group)
-        last = max(int(n) for path in modules if (n := _element(path, parent)).isdigit())
+        last = max(int(path.rpartition(".")[2]) for path in modules if _list_of(path, modules) == parent)
         for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
             own = [number for _, number in run]
             begin, end = (own[0] or ""), ("" if own[-1] == last else own[-1] + 1)
@@ -130,11 +129,6 @@ def _named(name: str, paths: Sequence[str], modules: Mapping[str, str]) -> str:
 def _list_of(path: str, modules: Mapping[str, str]) -> str:
     parent, _, last = path.rpartition(".")
     return parent if last.isdigit() and modules.get(parent) in _LISTS else ""
-
-
-def _element(path: str, parent: str) -> str:
-    head, _, last = path.rpartition(".")
-    return last if head == parent else ""
 
 
 def _accessed(name: str, path: str, modules: Mapping[str, str]) -> str:
@@ -154,55 +148,36 @@ def _accessed(name: str, path: str, modules: Mapping[str, str]) -> str:
 # ---- where ------------------------------------------------------------------------------------
 
 
-def _places(context: Context, files: Files) -> Iterator[tuple[Sequence[Place], Mapping[str, str]]]:
-    """Statements behind or before which the model is known, those that belong together, and the classes of
-    its modules by their paths there: without what wraps the model later.
+def _places(context: Context, files: Files) -> Iterator[tuple[Place, Mapping[str, str]]]:
+    """Statements behind or before which the model is known, and the classes of its modules by their paths
+    there: without what wraps the model later.
 
     Raises:
         RefusedError: there is none.
     """
-    found: list[Sequence[Place]] = []
+    program = files.seen(context.step)
+    found: list[Place] = []
     refused: list[RefusedError] = []
-    looked: list[Callable[[], Sequence[Sequence[Place]]]] = []
-    program = context.step.program
-    if isinstance(files, Program):
-        looked = [lambda: [_named_models(files)]]
-    elif program:
-        looked = [lambda: [[where_made(call, files)] for call in program.models[:1]]]
-        looked += [lambda: [[place] for place in beside_optimizers(context, files, False)]]
-    for look in looked:
+    for made in where_made(program, files)[:1]:
         try:
-            found += look()
+            found.append(made())
         except RefusedError as error:
             refused.append(error)
+    try:
+        found += beside_optimizers(program, files, False)
+    except RefusedError as error:
+        refused.append(error)
     if not found:
-        raise refused[0] if refused else RefusedError("it is not clear what the model is called")
+        raise refused[0]
     modules = context.step.modules
     roots = [f"{path}." for path in modules if path in _WRAPPERS]
     done = set()
-    for places in found:
+    for place in found:
         for prefix in ("", *roots):
-            key = places[0].models[0], places[0].syntax, prefix
-            if key not in done:
+            if (key := (place.models[0], place.syntax, prefix)) not in done:
                 done.add(key)
-                first = [place._replace(models=place.models[:1]) for place in places]
-                yield first, {path.removeprefix(prefix): kind for path, kind in modules.items()}
-
-
-def _named_models(files: Program) -> list[Place]:
-    """Where calls that make the model give it a name."""
-    places = []
-    for syntax, call in makers(files, next(iter(files.models.values()))):
-        files.require_own(syntax)
-        statement = syntax.around(call, cst.SimpleStatementLine)
-        match statement.body if statement else ():
-            case [cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))])]:
-                assert statement is not None
-                places.append(Place(syntax, statement, [name], True))
-            case _:
-                where = f"line {syntax.line(call)} of {syntax.file.name}"
-                raise RefusedError(f"the model that {where} makes is given no name there")
-    return places
+                paths = {path.removeprefix(prefix): kind for path, kind in modules.items()}
+                yield place._replace(models=place.models[:1]), paths
 
 
 # ---- what -------------------------------------------------------------------------------------
@@ -217,7 +192,7 @@ def _told(syntax: Syntax, call: cst.Call) -> Change:
     return Change.of([(syntax, edit)], syntax.line(call), "gradient_checkpointing=True", level=SAFE)
 
 
-def _enabled(places: Sequence[Place], paths: Sequence[str], modules: Mapping[str, str]) -> Change:
+def _enabled(place: Place, paths: Sequence[str], modules: Mapping[str, str]) -> Change:
     """``model.gradient_checkpointing_enable()``, and off for the layers that need not."""
     paths = _there(paths, modules)
     lists = {path.rpartition(".")[0] for path in paths}
@@ -229,16 +204,14 @@ def _enabled(places: Sequence[Place], paths: Sequence[str], modules: Mapping[str
         ]
         if others:
             each = _free_name(syntax)
-            made += [f"for {each} in {_named(name, others, modules)}:"]
-            made += [f"\t{each}.gradient_checkpointing = False"]
+            loop = f"for {each} in {_named(name, others, modules)}:"
+            made += [loop, f"\t{each}.gradient_checkpointing = False"]
         return made
 
-    return statements(places, lines, f"{places[0].models[0]}.gradient_checkpointing_enable()")
+    return statements([place], lines, f"{place.models[0]}.gradient_checkpointing_enable()")
 
 
-def _wrapped(
-    places: Sequence[Place], paths: Sequence[str], modules: Mapping[str, str], files: Files
-) -> Change:
+def _wrapped(place: Place, paths: Sequence[str], modules: Mapping[str, str], files: Files) -> Change:
     """``layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, …)`` for each."""
     _refuse_keywords(files, paths)
     paths = _there(paths, modules)
@@ -253,8 +226,8 @@ def _wrapped(
             "\t)",
         ]
 
-    summary = f"torch.utils.checkpoint for {_named(places[0].models[0], paths, modules)}"
-    return statements(places, lines, summary, ("torch", "functools"))
+    summary = f"torch.utils.checkpoint for {_named(place.models[0], paths, modules)}"
+    return statements([place], lines, summary, ("torch", "functools"))
 
 
 def _there(paths: Sequence[str], modules: Mapping[str, str]) -> list[str]:
@@ -277,8 +250,7 @@ def _refuse_keywords(files: Files, paths: Sequence[str]) -> None:
     names = {path.rpartition(".")[2] for path in paths}
     for syntax in files.syntaxes():
         for function in syntax.all(cst.FunctionDef):
-            loops = syntax.all(cst.For, function)
-            given = {name.value for loop in loops for name in syntax.all(cst.Name, loop.target)}
+            given = syntax.names(*(loop.target for loop in syntax.all(cst.For, function)))
             for call in syntax.all(cst.Call, function) if function.name.value == "forward" else ():
                 called = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
                 is_one = isinstance(called, cst.Name) and called.value in names | given

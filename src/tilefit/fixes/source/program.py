@@ -1,31 +1,28 @@
-"""The user's program as it was loaded: its models, who made them, its files."""
+"""The user's program: its files, and what was seen of it when it ran."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-import libcst as cst
+import torch
 from torch import nn
 
 from tilefit.capture import capture
 from tilefit.capture.naming import has_source
 from tilefit.capture.packages import is_installed
-from tilefit.capture.sites import SiteTracker
+from tilefit.capture.sites import SiteTracker, made_at, noting_makers
 from tilefit.capture.targets import Target, load
-from tilefit.fixes.changes.fix import RefusedError, refuse
-from tilefit.fixes.source.birth import Births, Caller, Callers, callers, recorded
+from tilefit.fixes.changes.fix import refuse
 from tilefit.fixes.source.file import SourceFile
 from tilefit.fixes.source.syntax import Syntax
-from tilefit.fixes.source.values import followed
-from tilefit.ops import Recurrent, Step
+from tilefit.ops import Program, Step
 from tilefit.options import TargetOptions
-from tilefit.rules.layers import linears
-
-#: What sizes are a multiple of that are aligned in every element type: 16 bytes of fp8.
-_ALIGNED = 16
 
 
 class Files:
@@ -36,10 +33,26 @@ class Files:
         named: Others that are known of.
     """
 
+    #: The user's line that builds the model of a target that is one, ``train.py:30``; empty if none does.
+    built_at = ""
+
     def __init__(self, main: Path, named: Iterable[Path] = ()) -> None:
         self.main = main
         self._named = tuple(named)
         self._syntaxes: dict[Path, Syntax] = {}
+
+    @classmethod
+    def of(cls, step: Step, main: Path) -> Files:
+        """Those that a program's step was seen in."""
+        program = step.program
+        lines = [*(entry.site.source for entry in step.ops), *(event.site.source for event in program.events)]
+        lines += [*program.optimizers, *(loader.source for loader in program.loaders)]
+        lines += [call.rpartition(":")[0] for call in program.models]
+        return cls(main, [Path(name) for line in dict.fromkeys(lines) if (name := line.rpartition(":")[0])])
+
+    def seen(self, step: Step) -> Program:
+        """Where things are in the files as they are; ``step``: of them as they are."""
+        return step.program
 
     def syntax(self, path: str | Path) -> Syntax:
         """A file, parsed.
@@ -52,108 +65,73 @@ class Files:
             self._syntaxes[resolved] = Syntax(SourceFile.read(resolved))
         return self._syntaxes[resolved]
 
-    def others(self) -> Iterator[Path]:
-        """Files beside the main one."""
-        yield from self._named
+    def own_syntax(self, path: str | Path) -> Syntax:
+        """A file that is the user's to change, parsed.
+
+        Raises:
+            RefusedError: it is not, or cannot be read or parsed.
+        """
+        resolved = Path(path).resolve()
+        refuse(is_installed(str(resolved)), f"{resolved.name} belongs to an installed package")
+        refuse(not self._is_own(resolved), f"{os.path.relpath(resolved)} lies outside the project")
+        return self.syntax(resolved)
 
     def syntaxes(self) -> Iterator[Syntax]:
         """All of them, the main one first."""
         yield self.syntax(self.main)
-        for path in self.others():
+        for path in self._named:
             resolved = path.resolve()
-            if resolved != self.main and resolved.is_file() and self.is_own(resolved):
+            if resolved != self.main and resolved.is_file() and self._is_own(resolved):
                 yield self.syntax(resolved)
 
-    def is_own(self, path: Path) -> bool:
+    def _is_own(self, path: Path) -> bool:
         """Whether a file is the user's to change: no package's, in the main one's folder or this one."""
         folders = (self.main.parent, Path.cwd().resolve())
         return not is_installed(str(path)) and any(path.is_relative_to(folder) for folder in folders)
 
-    def require_own(self, syntax: Syntax) -> None:
-        """Refuse a file that is not the user's to change.
 
-        Raises:
-            RefusedError: it is not.
-        """
-        path = syntax.file.path
-        refuse(is_installed(str(path)), f"{path.name} belongs to an installed package")
-        refuse(not self.is_own(path), f"{syntax.file.name} lies outside the project")
-
-
-def sizes_of(step: Step) -> set[int]:
-    """Sizes of a step's layers that are misaligned in some element type."""
-    recurrent = [entry.op for entry in step.ops if isinstance(entry.op, Recurrent)]
-    sizes = {size for layer in linears(step) for size in (layer.in_features, layer.out_features)}
-    sizes |= {size for op in recurrent for size in (op.input_size, op.hidden_size, op.proj_size)}
-    return {size for size in sizes if size % _ALIGNED}
-
-
-class Program(Files):
-    """A target, loaded; what it takes to find the lines behind a finding.
+class Loaded(Files):
+    """A target that is a model or a function, loaded; a function runs once.
 
     Attributes:
-        loaded: The model and its inputs.
-        births: Who made its modules and optimizers.
+        target: The model and its inputs.
         models: The models that ran, by what the paths of their modules begin with.
-        calls: Who called each of them first, by the same; empty for a target that is a model.
 
     Args:
-        target: As the user typed it.
+        name: As the user typed it.
         options: How it is loaded.
-        sizes: Numbers of which it is to be known where they are written.
     """
 
-    def __init__(self, target: str, options: TargetOptions, sizes: Collection[int] = ()) -> None:
-        self.target = target
-        self.births = Births()
+    def __init__(self, name: str, options: TargetOptions) -> None:
         self.models: dict[str, nn.Module] = {}
-        self.calls: dict[str, Callers] = {}
-        with recorded(self.births), followed(sizes):
-            self.loaded: Target = load(target, options)
-            if isinstance(self.loaded.model, nn.Module):
-                self.models[""] = self.loaded.model
-            elif has_source(target):
-                self._run(options.on_cpu)
-        super().__init__(_file_of(target))
+        self._optimizers: dict[str, None] = {}
+        self._calls: dict[str, None] = {}
+        self._sites = SiteTracker(self._found, lambda: None)
+        made = torch.optim.Optimizer.__init__
 
-    def _run(self, on_cpu: bool) -> None:
-        """Take the step once, to see which models it runs."""
+        def noted(optimizer: torch.optim.Optimizer, *args: Any, **keywords: Any) -> None:
+            made(optimizer, *args, **keywords)
+            self._optimizers[self._sites.source_line()] = None
 
-        def found(prefix: str, model: nn.Module) -> None:
-            self.models[prefix] = model
-            self.calls[prefix] = callers(sys._getframe(1))
+        with noting_makers(), patch.object(torch.optim.Optimizer, "__init__", noted):
+            self.target: Target = load(name, options)
+            model = self.target.model
+            if isinstance(model, nn.Module):
+                self.models[""] = model
+                self.built_at = made_at(model) if has_source(name) else ""
+            elif has_source(name):
+                with self._sites.following():
+                    capture(model, self.target.inputs, on_cpu=options.on_cpu)
+        imported = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+        super().__init__(_file_of(name), [Path(path) for path in imported if path.endswith(".py")])
 
-        with SiteTracker(found, lambda: None).following():
-            capture(self.loaded.model, self.loaded.inputs, on_cpu=on_cpu)
+    def _found(self, prefix: str, model: nn.Module) -> None:
+        self.models[prefix] = model
+        self._calls[self._sites.source_call()] = None
 
-    # ---- modules ---------------------------------------------------------------------------
-
-    def module(self, path: str) -> nn.Module | None:
-        """The module at a path of a finding; None where the program has none there."""
-        for prefix, model in reversed(self.models.items()):
-            if path.startswith(prefix):
-                modules: dict[str, nn.Module] = dict(model.named_modules())
-                if (module := modules.get(path.removeprefix(prefix))) is not None:
-                    return module
-        return None
-
-    @property
-    def built_at(self) -> str:
-        """The user's line that builds the model, ``train.py:30``; empty where no line of theirs does."""
-        if not has_source(self.target):
-            return ""
-        chain = self.births.of(next(iter(self.models.values()), None))
-        for caller in chain:
-            if caller.is_users and not caller.of_constructor:
-                return f"{os.path.relpath(caller.path)}:{caller.line}"
-        return ""
-
-    def others(self) -> Iterator[Path]:
-        """The files of modules that were imported."""
-        for module in list(sys.modules.values()):
-            path = getattr(module, "__file__", None)
-            if path and path.endswith(".py") and not is_installed(path):
-                yield Path(path)
+    def seen(self, step: Step) -> Program:
+        """Of a function: the optimizers that it made, and the calls of its models."""
+        return replace(super().seen(step), optimizers=tuple(self._optimizers), models=tuple(self._calls))
 
 
 def _file_of(target: str) -> Path:
@@ -162,31 +140,3 @@ def _file_of(target: str) -> Path:
     if name.endswith(".py") or os.sep in name:
         return Path(name).resolve()
     return Path(str(getattr(sys.modules.get(name), "__file__", ""))).resolve()
-
-
-def called(program: Files, chain: Callers, index: int) -> tuple[Syntax, cst.Call]:
-    """The call that was going on in a function.
-
-    Raises:
-        RefusedError: it is not in the file.
-    """
-    caller = chain[index]
-    if not caller.is_users:
-        raise RefusedError(f"a library makes it ({Path(caller.path).name}), whose files stay as they are")
-    syntax = program.syntax(caller.path)
-    call = syntax.call_ending(*caller.end) if caller.end else None
-    if call is None:
-        raise RefusedError(f"the call in line {caller.line} of {syntax.file.name} is not found there")
-    return syntax, call
-
-
-def users_call(chain: Callers) -> tuple[int, Caller]:
-    """The innermost call that the user wrote, and its index.
-
-    Raises:
-        RefusedError: a library made all of them.
-    """
-    for index, caller in enumerate(chain):
-        if caller.is_users:
-            return index, caller
-    raise RefusedError("no line of yours makes it; one of a function that you name as the target would")

@@ -67,6 +67,10 @@ class Syntax:
         """The line a node begins on."""
         return int(self._positions[node].start.line)
 
+    def where(self, node: cst.CSTNode) -> str:
+        """File and line, for a message: ``train.py:12``."""
+        return f"{self.file.name}:{self.line(node)}"
+
     def code(self, node: cst.CSTNode) -> str:
         """A node as it is written."""
         return self.file.text[self.start(node) : self.stop(node)]
@@ -96,6 +100,14 @@ class Syntax:
             self._kinds[kind] = sorted(found, key=self.start)
         return self._kinds[kind]
 
+    def on_line(self, kind: type[Node], line: int) -> list[Node]:
+        """The nodes of a kind that a line is a part of, the outermost first."""
+        return [n for n in self.all(kind) if self.line(n) <= line <= self.file.line_of(self.stop(n))]
+
+    def names(self, *within: cst.CSTNode) -> set[str]:
+        """All names that nodes contain."""
+        return {name.value for each in within for name in self.all(cst.Name, each)}
+
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """The node that a node is part of."""
         return self._parents[node]
@@ -119,16 +131,8 @@ class Syntax:
 
     def call_ending(self, line: int, utf8_column: int) -> cst.Call | None:
         """The call whose closing parenthesis is just before a position, as Python's bytecode gives it."""
-        return self._calls.get((line, self._column(line, utf8_column)))
-
-    def integer_at(self, line: int, utf8_column: int) -> cst.Integer:
-        """The number that begins at a position, as Python's compiler gives it."""
-        place = self.file.offset(line, self._column(line, utf8_column))
-        return next(node for node in self.all(cst.Integer) if self.start(node) == place)
-
-    def _column(self, line: int, utf8_column: int) -> int:
-        """The characters before a position."""
-        return len(self.file.line(line).encode()[:utf8_column].decode(errors="replace"))
+        characters = len(self.file.line(line).encode()[:utf8_column].decode(errors="replace"))
+        return self._calls.get((line, characters))
 
     # ---- names -----------------------------------------------------------------------------
 
