@@ -19,7 +19,7 @@ from whatif import findings, saved_s
 
 def encoder(mask: str, *, compiled: bool = False, **options: Any) -> Step:
     # So large that the host does not limit the compiled step.
-    x = torch.empty(64 if compiled else 32, 512, 512, device="meta")
+    x = torch.empty(128 if compiled else 32, 512, 512, device="meta")
     step = capture(Encoder(mask), x, amp="bf16", compile=compiled, **options)
     return fuse(step) if compiled else step
 
