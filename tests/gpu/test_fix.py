@@ -32,5 +32,5 @@ def test_measured_fixes(
     plan = json.loads(capfd.readouterr().out)["plan"]
     assert plan["provenance"] == "measured"
     assert plan["speedup"] > 1.5
-    assert [fix["name"] for fix in plan["fixes"]] == ["pad-linear"]
+    assert {fix["name"] for fix in plan["fixes"]} == {"pad-linear"}
     assert plan["fixes"][0]["measured_s"] > 0

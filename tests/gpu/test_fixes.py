@@ -16,7 +16,7 @@ from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.attention.attention import fusing
 from tilefit.fixes.kinds.cuda_graph import GRAPH
 from tilefit.fixes.kinds.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS
-from tilefit.fixes.kinds.projections import merging
+from tilefit.fixes.kinds.projections import Merging
 from tilefit.fixes.kinds.settings import REDUCE_OVERHEAD, compilation, fused
 
 pytestmark = pytest.mark.gpu
@@ -323,7 +323,7 @@ class Projections(nn.Module):
 def test_merged_projections(amp: str) -> None:
     original = Projections()
     changed = copy.deepcopy(original)
-    merging(changed, (("q", "k"),), 0).apply(Run(changed))
+    Merging.of((("q", "k"),), 0).apply(Run(changed))
     x = torch.randn(64, 96)
     result = tilefit.verify(original, changed, x, amp=amp, dtype=torch.float32, device="cuda")
     assert result.ok, result

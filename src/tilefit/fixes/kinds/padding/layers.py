@@ -81,7 +81,8 @@ class Fitted(Behaviour):
         sides = (self.wide_in, self.wide_out) if is_transposed else (self.wide_out, self.wide_in)
         parts = [(weight, {at: channels for at, channels in enumerate(sides) if channels})]
         watched = [weight] if input.requires_grad else []
-        if bias is not None and self.wide_out is not None:
+        pads_bias = bias is not None and self.wide_out is not None
+        if pads_bias:
             parts.append((bias, {0: self.wide_out}))
         if self.wide_in is not None:
             parts.append((input, {axis: self.wide_in}))
@@ -90,8 +91,9 @@ class Fitted(Behaviour):
             watched += [input] if weight.requires_grad and is_kept else []
         is_nhwc = bool(dims and axis) and is_channels_last(input)
         weight, *made = widen(parts, dtype, nhwc=is_nhwc, watched=watched)
-        x = input if self.wide_in is None else made.pop()
-        y = _product(module, x, weight, made[0] if made else bias, *args, **kwargs)
+        # By their places: older versions of Dynamo take a list that was unpacked for a tuple.
+        x = input if self.wide_in is None else made[-1]
+        y = _product(module, x, weight, made[0] if pads_bias else bias, *args, **kwargs)
         return y if self.wide_out is None else crop(y, axis, self.wide_out)
 
     def _pads(self, module: Layer, input: torch.Tensor, axis: int) -> bool:
