@@ -81,9 +81,8 @@ class Fitted(Behaviour):
         sides = (self.wide_in, self.wide_out) if is_transposed else (self.wide_out, self.wide_in)
         parts = [(weight, {at: channels for at, channels in enumerate(sides) if channels})]
         watched = [weight] if input.requires_grad else []
-        pads_bias = bias is not None and self.wide_out is not None
-        if pads_bias:
-            parts.append((bias, {0: self.wide_out}))
+        if (wide_bias := None if bias is None else self.wide_out) is not None:
+            parts.append((bias, {0: wide_bias}))
         if self.wide_in is not None:
             parts.append((input, {axis: self.wide_in}))
             # Of rows that do not lie one behind the other PyTorch multiplies a copy, too.
@@ -93,7 +92,7 @@ class Fitted(Behaviour):
         weight, *made = widen(parts, dtype, nhwc=is_nhwc, watched=watched)
         # By their places: older versions of Dynamo take a list that was unpacked for a tuple.
         x = input if self.wide_in is None else made[-1]
-        y = _product(module, x, weight, made[0] if pads_bias else bias, *args, **kwargs)
+        y = _product(module, x, weight, bias if wide_bias is None else made[0], *args, **kwargs)
         return y if self.wide_out is None else crop(y, axis, self.wide_out)
 
     def _pads(self, module: Layer, input: torch.Tensor, axis: int) -> bool:
