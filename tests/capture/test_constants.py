@@ -144,11 +144,9 @@ def test_a_model_meets_the_host_where_it_reads_values_and_copies() -> None:
 
 
 def test_a_model_that_never_meets_the_host() -> None:
-    assert (
-        captured(
-            lambda self, x: x.exp() + torch.tensor(2.0) + torch.tensor([], device=x.device).sum(),
-            rows(2, 3),
-            train=False,
-        ).program
-        is None
+    step = captured(
+        lambda self, x: x.exp() + torch.tensor(2.0) + torch.tensor([], device=x.device).sum(),
+        rows(2, 3),
+        train=False,
     )
+    assert not step.program
