@@ -37,7 +37,11 @@ def listed(modules: Iterable[str], noun: str) -> str:
     'h.*.act'
     >>> listed(["0", "2"], "layers")
     '2 layers'
+    >>> listed(["2"], "layers")
+    'module 2'
     """
     paths = list(dict.fromkeys(modules))
     common = pattern(paths)
+    if common.isdigit():
+        return f"module {common}"
     return f"{len(paths)} {noun}" if common == "*" else common or "the model"
