@@ -160,7 +160,9 @@ def begin_s(part: str, step: Step) -> float:
     # A graph, the compiler's or CUDA's, hands over all gradients when it is done.
     handed_over = part == OPTIMIZER and (step.settings.compiled or step.settings.cuda_graph)
     if step.settings.compiled and part != OPTIMIZER:
-        return GRAPH_S + GIVEN_S * (part != FORWARD and _given(step))
+        # Replayed from CUDA graphs these lie where they did: with them, recorded steps come out too long.
+        is_given = part != FORWARD and not step.settings.cuda_graph
+        return GRAPH_S + GIVEN_S * (is_given and _given(step))
     return FIXED_S.get(part, 0.0) + GRAPH_PARAMETER_S * handed_over * len(_trained(step))
 
 

@@ -47,7 +47,7 @@ class Graphs(Rule):
     wrong = Case(
         "nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)) for _ in range(12)))",
         "torch.empty(512, 512)",
-        "--amp bf16 --compile",
+        "--amp bf16 --compile --fused-optimizer",
     )
     right = wrong.but("empty(512,", "empty(262144,")
 
