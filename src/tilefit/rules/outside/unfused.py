@@ -16,7 +16,7 @@ from tilefit.rules.outside.graphs import is_replayable, replayed
 from tilefit.units import seconds, share, size
 
 _WORST = 3
-#: Fusion, the compiler's other work, and graphs are worth a word from this share of the step on.
+#: Fusion and the compiler's other work are worth a word from this share of the step on.
 _LEAST_SHARE = 0.005
 #: What graphs save beyond is told from this share of the step on: they keep memory taken. A choice.
 _GRAPHS_SHARE = 0.02
