@@ -293,8 +293,8 @@ def alternate(model: Measured, seconds: float) -> None:
         )
 
 
-def work_alternating(run: Run, device: str, seconds: float, looks: bool) -> None:
-    """Compile, say so, and when called print a row of turns in turn with the reference's."""
+def warmed(run: Run, device: str) -> tuple[Measured, float]:
+    """A model that is compiled and has taken its first steps, and the seconds that this took."""
     lock_benchmarks()
     start = time.perf_counter()
     model = Measured(run, device)
@@ -308,13 +308,18 @@ def work_alternating(run: Run, device: str, seconds: float, looks: bool) -> None
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-    compile_s = round(time.perf_counter() - start, 1)
+    return model, time.perf_counter() - start
+
+
+def work_alternating(run: Run, device: str, seconds: float, looks: bool) -> None:
+    """Compile, say so, and when called print a row of turns in turn with the reference's."""
+    model, compile_s = warmed(run, device)
     with when_called():
         alternate(model, seconds)
         if looks:
             model.look_inside()
     row = {"model": run.label, **run.sizes, "arguments": run.arguments, **model.row()}
-    print(ROW + json.dumps({**row, "compile_s": compile_s}), flush=True)
+    print(ROW + json.dumps({**row, "compile_s": round(compile_s, 1)}), flush=True)
 
 
 def work(run: Run, device: str, turns: int) -> None:
@@ -322,22 +327,9 @@ def work(run: Run, device: str, turns: int) -> None:
     from torch._dynamo.utils import counters
 
     graphs: list[dict[str, Any]] = []
-    lock_benchmarks()
     note_schedules(graphs)
-    start = time.perf_counter()
-    model = Measured(run, device)
-
-    def warm() -> None:
-        for _ in range(STEPS_BEFORE):
-            model.step()
-        model.synchronize()
-
-    patiently(warm)
+    model, compile_s = warmed(run, device)
     of_optimizers = optimizers(model) if run.label.endswith("parameters") else None
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    compile_s = time.perf_counter() - start
     apart: list[dict[str, Any]] = []
     last = False
     while not last:

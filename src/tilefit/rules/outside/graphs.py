@@ -30,7 +30,7 @@ class Graphs(Rule):
     Arithmetic: The step is priced twice: with each launch on the host, and with none of them within the
     model, but for each pass what guards and the wrapper around it take, for each parameter the way of its
     gradient, and the optimizer as it is (NTC003 makes it one kernel). The slower of host and GPU sets the
-    pace. Of 25 steps that were measured so on an H200 and an H100 the predicted time was 10 % off in the
+    pace. Of 25 steps that were measured so on an H200 and an H100 the time said then was 10 % off in the
     median, more than 30 % in four, and 129 % in a short one. All became faster: by 1.07 times what was said
     in the median, eight of ten by 0.59 to 2.42 times (`benchmarks/graph_steps.py`; with the other fixes of
     these plans). What is said is said with an interval.
