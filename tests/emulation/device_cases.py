@@ -520,6 +520,12 @@ def _():
     return torch.backends.cuda.cufft_plan_cache.size
 
 
+@case("built for")
+def _():
+    return torch.version.cuda
+
+
+torch.version.cuda = "13.7"  # a build for CUDA: torchvision refuses to load beside another version
 NUMBERS = [numbers_after_a_model_is_made(), [0, 0, 0]]
 device = Device(Nobody(), RULES)
 install(device, gpus.get("h100-sxm"))
