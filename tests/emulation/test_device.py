@@ -107,6 +107,7 @@ def _answers() -> dict[str, Any]:
         "conjugates": [True, [5, 6], True, [5, 6]],
         "profilers": True,
         "settings of libraries": 0,
+        "boxes": [True, "cuda", True],
         "built for": "13.7",
     }.items(),
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import islice
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +19,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from tilefit.capture.packages import library_folder
-from tilefit.ops import Fallback, Op, Site
+from tilefit.ops import Called, Fallback, Op, Site
 from tilefit.ops.step import maker
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -33,6 +35,9 @@ _FOREIGN = (
 )
 
 
+#: Frames that are a part of a statement of the frame around them.
+_WITHIN_STATEMENTS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>")
+_Names = Mapping[str, "weakref.ref[nn.Module]"]
 #: Where a module keeps the line that made it.
 _MADE = "_tilefit_made"
 
@@ -84,6 +89,66 @@ def _is_foreign(filename: str) -> bool:
     # Installed packages may lie in the folder of the standard library.
     standard = filename.startswith(_STANDARD) and "-packages" not in filename
     return standard or filename.startswith(_FOREIGN)
+
+
+def _call_in(path: str, frame: FrameType) -> str:
+    """``file:line:column`` of where the call that goes on in a frame ends; empty where that is not known."""
+    end = call_end(frame.f_code, frame.f_lasti)
+    return f"{path}:{end[0]}:{end[1]}" if end else ""
+
+
+def _modules_in(frame: FrameType) -> _Names:
+    """The modules that a frame has names for, objects' attributes among them."""
+    named: dict[str, nn.Module] = {}
+    for name, value in [*frame.f_locals.items()]:
+        if isinstance(value, nn.Module):
+            named[name] = value
+        elif not isinstance(value, type | ModuleType):
+            held = getattr(value, "__dict__", None) or {}
+            named |= {f"{name}.{k}": v for k, v in held.items() if isinstance(v, nn.Module)}
+    return {name: weakref.ref(module) for name, module in named.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Where a program made something.
+
+    Attributes:
+        line: ``file:line``.
+        names: The modules that have names in the frames of the user's own files, the innermost first, each by
+            the call that goes on in it (:meth:`SiteTracker.source_call`).
+    """
+
+    line: str
+    names: Mapping[str, _Names]
+
+    def called(self, model: nn.Module) -> tuple[str, str]:
+        """The call beside which a model, or what it only wraps, has a name, and the name; empty without."""
+        while True:
+            for call, names in self.names.items():
+                if call and (found := _expressions(model, names)):
+                    return call, min(found, key=len)
+            parts = [part for part in model.children() if any(True for _ in part.parameters())]
+            if len(parts) != 1 or any(True for _ in model.parameters(recurse=False)):
+                return "", ""
+            (model,) = parts
+
+
+def called(model: nn.Module, call: str, made: Iterable[Made]) -> Called:
+    """A model that the program calls; ``made``: its optimizers."""
+    named = (found for each in made if any(found := each.called(model)))
+    return Called(call, *next(named, ()))
+
+
+def _expressions(model: nn.Module, names: _Names) -> list[str]:
+    """What a model is called by way of names: ``net``, ``self.net``, ``net.blocks[3]``."""
+    return [
+        name + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split(".") if part)
+        for name, module in names.items()
+        if (held := module()) is not None
+        for path, part in held.named_modules()
+        if part is model
+    ]
 
 
 class SiteTracker:
@@ -234,21 +299,23 @@ class SiteTracker:
 
     def source_stack(self) -> tuple[str, ...]:
         """The lines of the user's that run, the innermost first; one that is run by itself is there once."""
-        lines: dict[str, None] = {}
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            path, frame = self._users(frame)
-            if frame is not None:
-                lines[f"{path}:{frame.f_lineno}"] = None
-                frame = frame.f_back
-        return tuple(lines)
+        return tuple(dict.fromkeys(f"{path}:{frame.f_lineno}" for path, frame in self._all(sys._getframe(1))))
 
     def source_call(self) -> str:
         """``file:line:column`` of where the call that goes on in that frame ends (:func:`call_end`); without
         what is not known."""
         path, frame = self._users(sys._getframe(1))
-        end = call_end(frame.f_code, frame.f_lasti) if frame else None
-        return f"{path}:{end[0]}:{end[1]}" if end else ""
+        return _call_in(path, frame) if frame else ""
+
+    def made_here(self) -> Made:
+        """Where something is made now."""
+        names = {
+            _call_in(path, frame): _modules_in(frame)
+            for path, frame in self._all(sys._getframe(1))
+            # What a comprehension names is known in it alone.
+            if not library_folder(frame.f_code.co_filename) and frame.f_code.co_name not in _WITHIN_STATEMENTS
+        }
+        return Made(self.source_line(), names)
 
     def is_called_by(self, folder: str) -> bool:
         """Whether the user's line that runs calls what goes on by way of PyTorch's files in a folder."""
@@ -257,6 +324,14 @@ class SiteTracker:
         while frame is not None and frame is not user and not frame.f_code.co_filename.startswith(folder):
             frame = frame.f_back
         return frame is not None and frame is not user
+
+    def _all(self, frame: FrameType | None) -> Iterator[tuple[str, FrameType]]:
+        """The frames of the user's from one outwards, each with its file."""
+        while frame is not None:
+            path, frame = self._users(frame)
+            if frame is not None:
+                yield path, frame
+                frame = frame.f_back
 
     def _users(self, frame: FrameType | None) -> tuple[str, FrameType | None]:
         while frame is not None and frame.f_code.co_filename != _DRIVER:

@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilefit.capture.program.events import Captured
+from tilefit.capture.sites import Made
 
 #: A model that is called twice within so many calls of another belongs to the same step. A choice:
 #: assistants propose some 5 to 20 tokens for a call of their model; samplers of so few steps make a picture.
@@ -46,9 +47,9 @@ class Listener:
     def evaluates(self) -> None:
         """A model is called and not trained though one was trained before."""
 
-    def line(self) -> str:
-        """The line of the program that is running."""
-        return ""
+    def made(self) -> Made:
+        """Where the program makes something now."""
+        return Made("", {})
 
     def lines(self) -> tuple[str, ...]:
         """It, and those that it was called from."""
@@ -106,7 +107,7 @@ class StepFinder:
         self._others: dict[_Called, int] = {}
         #: Calls that a backward pass may still follow.
         self.forwards = 0
-        self._lines: dict[int, str] = {}
+        self._made_at: dict[int, Made] = {}
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._counts: Counter[int] = Counter()
         self._backwards = 0
@@ -152,7 +153,7 @@ class StepFinder:
     @property
     def was_to_train(self) -> bool:
         """Whether an optimizer was ever made, even where nothing holds it any more."""
-        return bool(self._lines)
+        return bool(self._made_at)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -168,9 +169,9 @@ class StepFinder:
         )
 
     @property
-    def lines(self) -> tuple[str, ...]:
+    def made(self) -> tuple[Made, ...]:
         """Where the optimizers of the step were made."""
-        return tuple(dict.fromkeys(self._lines.get(id(each), "") for each in self.stepped))
+        return tuple(self._made_at.get(id(each), Made("", {})) for each in self.stepped)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -181,7 +182,7 @@ class StepFinder:
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
             self._made.add(optimizer)
-            self._lines[id(optimizer)] = self._listener.line()
+            self._made_at[id(optimizer)] = self._listener.made()
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             out = engine(*args, **kwargs)

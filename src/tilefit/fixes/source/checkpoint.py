@@ -13,7 +13,7 @@ from tilefit.cost.recompute import NORMALIZATION
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.kinds.checkpoint import choices, is_fit
 from tilefit.fixes.source.change import Change, imported, keyword, with_argument
-from tilefit.fixes.source.places import Place, beside_optimizers, statements, where_made
+from tilefit.fixes.source.places import Place, statements, where_named
 from tilefit.fixes.source.program import Files, Loaded
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.rules.base import Context
@@ -149,35 +149,16 @@ def _accessed(name: str, path: str, modules: Mapping[str, str]) -> str:
 
 
 def _places(context: Context, files: Files) -> Iterator[tuple[Place, Mapping[str, str]]]:
-    """Statements behind or before which the model is known, and the classes of its modules by their paths
-    there: without what wraps the model later.
+    """The statement beside which the model is known, and the classes of its modules by their paths there:
+    without what wraps the model later.
 
     Raises:
         RefusedError: there is none.
     """
-    program = files.seen(context.step)
-    found: list[Place] = []
-    refused: list[RefusedError] = []
-    for made in where_made(program, files)[:1]:
-        try:
-            found.append(made())
-        except RefusedError as error:
-            refused.append(error)
-    try:
-        found += beside_optimizers(program, files, False)
-    except RefusedError as error:
-        refused.append(error)
-    if not found:
-        raise refused[0]
+    place = where_named(files.seen(context.step), files)[0]()
     modules = context.step.modules
-    roots = [f"{path}." for path in modules if path in _WRAPPERS]
-    done = set()
-    for place in found:
-        for prefix in ("", *roots):
-            if (key := (place.models[0], place.syntax, prefix)) not in done:
-                done.add(key)
-                paths = {path.removeprefix(prefix): kind for path, kind in modules.items()}
-                yield place._replace(models=place.models[:1]), paths
+    for prefix in ("", *(f"{path}." for path in modules if path in _WRAPPERS)):
+        yield place, {path.removeprefix(prefix): kind for path, kind in modules.items()}
 
 
 # ---- what -------------------------------------------------------------------------------------
@@ -208,7 +189,7 @@ def _enabled(place: Place, paths: Sequence[str], modules: Mapping[str, str]) -> 
             made += [loop, f"\t{each}.gradient_checkpointing = False"]
         return made
 
-    return statements([place], lines, f"{place.models[0]}.gradient_checkpointing_enable()")
+    return statements([place], lines, f"{place.model}.gradient_checkpointing_enable()")
 
 
 def _wrapped(place: Place, paths: Sequence[str], modules: Mapping[str, str], files: Files) -> Change:
@@ -226,7 +207,7 @@ def _wrapped(place: Place, paths: Sequence[str], modules: Mapping[str, str], fil
             "\t)",
         ]
 
-    summary = f"torch.utils.checkpoint for {_named(place.models[0], paths, modules)}"
+    summary = f"torch.utils.checkpoint for {_named(place.model, paths, modules)}"
     return statements([place], lines, summary, ("torch", "functools"))
 
 

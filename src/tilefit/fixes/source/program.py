@@ -16,7 +16,7 @@ from torch import nn
 from tilefit.capture import capture
 from tilefit.capture.naming import has_source
 from tilefit.capture.packages import is_installed
-from tilefit.capture.sites import SiteTracker, made_at, noting_makers
+from tilefit.capture.sites import Made, SiteTracker, called, made_at, noting_makers
 from tilefit.capture.targets import Target, load
 from tilefit.fixes.changes.fix import refuse
 from tilefit.fixes.source.file import SourceFile
@@ -47,7 +47,7 @@ class Files:
         program = step.program
         lines = [*(entry.site.source for entry in step.ops), *(event.site.source for event in program.events)]
         lines += [*program.optimizers, *(loader.source for loader in program.loaders)]
-        lines += [call.rpartition(":")[0] for call in program.models]
+        lines += [call.rpartition(":")[0] for each in program.models for call in (each.call, each.beside)]
         return cls(main, [Path(name) for line in dict.fromkeys(lines) if (name := line.rpartition(":")[0])])
 
     def seen(self, step: Step) -> Program:
@@ -104,14 +104,14 @@ class Loaded(Files):
 
     def __init__(self, name: str, options: TargetOptions) -> None:
         self.models: dict[str, nn.Module] = {}
-        self._optimizers: dict[str, None] = {}
-        self._calls: dict[str, None] = {}
+        self._optimizers: list[Made] = []
+        self._calls: list[tuple[nn.Module, str]] = []
         self._sites = SiteTracker(self._found, lambda: None)
         made = torch.optim.Optimizer.__init__
 
         def noted(optimizer: torch.optim.Optimizer, *args: Any, **keywords: Any) -> None:
             made(optimizer, *args, **keywords)
-            self._optimizers[self._sites.source_line()] = None
+            self._optimizers.append(self._sites.made_here())
 
         with noting_makers(), patch.object(torch.optim.Optimizer, "__init__", noted):
             self.target: Target = load(name, options)
@@ -127,11 +127,13 @@ class Loaded(Files):
 
     def _found(self, prefix: str, model: nn.Module) -> None:
         self.models[prefix] = model
-        self._calls[self._sites.source_call()] = None
+        self._calls.append((model, self._sites.source_call()))
 
     def seen(self, step: Step) -> Program:
         """Of a function: the optimizers that it made, and the calls of its models."""
-        return replace(super().seen(step), optimizers=tuple(self._optimizers), models=tuple(self._calls))
+        lines = dict.fromkeys(each.line for each in self._optimizers)
+        models = (called(model, call, self._optimizers) for model, call in self._calls)
+        return replace(super().seen(step), optimizers=tuple(lines), models=tuple(models))
 
 
 def _file_of(target: str) -> Path:

@@ -11,7 +11,7 @@ from tilefit.fixes.changes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import Change, Write, imported, keyword, switched_on
 from tilefit.fixes.source.file import Edit
 from tilefit.fixes.source.loops import write_loop_at_once
-from tilefit.fixes.source.places import beside_optimizers, line_at, optimizers, statements, where_made
+from tilefit.fixes.source.places import Place, line_at, optimizers, statements, where_named
 from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.settings import write_autocast, write_tf32
 from tilefit.fixes.source.syntax import Syntax
@@ -35,7 +35,7 @@ def _fused(finding: Finding, context: Context, files: Files) -> Change:
     """``AdamW(model.parameters())``: with ``fused=True``; one beside it that cannot be fused stays."""
     wanted = {_FUSIBLE[name] for name in unfused_updates(context.step)}
     edits = []
-    for syntax, call in optimizers(files.seen(context.step), files, beside=True):
+    for syntax, call in optimizers(files.seen(context.step), files):
         if syntax.means(call.func) & wanted:
             where, foreach = syntax.where(call), keyword(call, "foreach")
             _refuse_elsewhere(call, f"the optimizer in {where}")
@@ -52,10 +52,10 @@ def _refuse_elsewhere(call: cst.Call, what: str) -> None:
 
 
 def _compiled(finding: Finding, context: Context, files: Files) -> Change:
-    """``model.compile()`` behind the optimizer: in place, so that checkpoints keep their names."""
+    """``model.compile()`` before the optimizer: in place, so that checkpoints keep their names."""
     if any(f.name.value == "compile" for s in files.syntaxes() for f in s.all(cst.FunctionDef)):
         raise RefusedError("the program has a function called compile")
-    return _of_models(context, files, "compile()", behind=True)
+    return _of_models(context, files, "compile()")
 
 
 def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
@@ -63,24 +63,21 @@ def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
     ranks = {len(p.shape) for p in context.step.parameters.values() if len(p.shape) > 3}
     refuse(len(ranks) != 1, "the model has convolutions in two and in three dimensions")
     layout = "channels_last" if 4 in ranks else "channels_last_3d"
-    return _of_models(context, files, f"to(memory_format=torch.{layout})", behind=False)
+    return _of_models(context, files, f"to(memory_format=torch.{layout})")
 
 
-def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> Change:
-    """Statements ``model.method``: beside those that make the optimizers of each model that is asked for its
-    parameters there, and behind those that make the models that no optimizer steps."""
-    program = files.seen(context.step)
-    places = [*beside_optimizers(program, files, behind)]
+def _of_models(context: Context, files: Files, method: str) -> Change:
+    """Statements ``model.method`` of the models that the step calls; the first must be known by a name."""
+    places: list[Place] = []
     note = ""
-    for made in where_made(program, files)[bool(places) :]:
+    for named in where_named(files.seen(context.step), files):
         try:
-            places.append(made())
+            places.append(named())
         except RefusedError as refused:
             if not places:
                 raise
             note = f"{refused.what}, and it is left as it is"
-    models = dict.fromkeys((place.syntax, name) for place in places for name in place.models)
-    summary = ", ".join(f"{name}.{method}" for _, name in models)
+    summary = ", ".join(dict.fromkeys(f"{place.model}.{method}" for place in places))
 
     def lines(name: str, syntax: Syntax) -> list[str]:
         return [f"{name}.{method}".replace("torch.", f"{imported(syntax, 'torch')[0]}.")]
