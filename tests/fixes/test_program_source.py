@@ -417,6 +417,24 @@ loss, optimizer = task.loss, task.optimizer()
         ),
         (
             """
+class Adversaries(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = Net(), Net()
+
+    def forward(self, x):
+        return self.generator(x)
+
+
+models = Adversaries().to("cuda")
+optimizer = torch.optim.SGD(models.parameters(), lr=0.1)
+loss = lambda x: models.critic(models(x)).square().mean()
+""",
+            "optimizer = torch",
+            "models models.critic",
+        ),
+        (
+            """
 class Trainer:
     def __init__(self):
         self.nets = torch.nn.ModuleList([Net(), Net()]).to("cuda")

@@ -104,6 +104,8 @@ class Window:
         def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """PyTorch's profiler, recording stacks, takes what is named ``self`` here for the module."""
             if not sites.is_outermost(self):
+                if not sites.within:  # a part of one is called beside it
+                    window._models.setdefault(id(self), (self, sites.source_call()))
                 return call(self, *args, **kwargs)
             if isinstance(self, torch.jit.ScriptModule):
                 refuse_script()

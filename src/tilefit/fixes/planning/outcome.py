@@ -120,7 +120,7 @@ def _sections(outcome: Outcome) -> Iterator[_Section]:
     if outcome.left or too_large:
         items = [(f"checkpoint: {too_large}", "")] if too_large else []
         for each, reason in outcome.left:
-            saves = " ".join(_gain(each.gain_s, outcome.report.step.time_s))  # alone
+            saves = " ".join(_gain(each.gain_s, outcome.report.step.time_s)) if each.gain_s else "not priced"
             if each.level == THROUGHPUT:
                 saves = text.times_the_work(each.gain_s / outcome.report.step.time_s)
             head = f"{each.code}  {saves}  {each.level}  {each.where}: {reason}"

@@ -90,6 +90,7 @@ def _of_models(context: Context, files: Files, method: str) -> Change:
 
 def _anomalies_unseen(finding: Finding, context: Context, files: Files) -> Change:
     """``set_detect_anomaly(True)``: False."""
+    refuse(not finding.source, "no fix does it")  # an environment variable, a setting
     syntax, line = line_at(finding.source, files)
     for call in syntax.on_line(cst.Call, line):
         given = keyword(call, "mode") or next(iter(call.args), None)
