@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tilefit import gpus, rules
 from tilefit.capture.child import capture_target
 from tilefit.cost import estimate_step
+from tilefit.cost.priced import resolve
 from tilefit.errors import UsageError
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.file import Edit, SourceFile
@@ -25,8 +26,9 @@ from tilefit.fixes.source.program import Loaded
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.training import WRITERS_OF_LOADED
 from tilefit.ops import Step
-from tilefit.options import TargetOptions
+from tilefit.options import Selection, TargetOptions
 from tilefit.rules.base import Context
+from tilefit.session.fixing import FixRequest, FixSession
 
 Proposed = Callable[..., Patches]
 
@@ -485,3 +487,18 @@ def test_no_line_of_the_user_builds_a_class_that_is_the_target(tmp_path: Path) -
 
 def test_no_line_of_the_user_builds_a_model_of_a_library() -> None:
     assert not Loaded("torchvision:alexnet", TargetOptions(batch=1)).built_at
+
+
+def test_a_function_is_brought_into_no_budget(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(_HEAD + _LOOP)
+    request = FixRequest(
+        target=f"{path}:build",
+        options=TargetOptions(),
+        gpu=resolve("h200")[0],
+        selection=Selection(),
+        memory_bytes=2**30,
+    )
+    with pytest.raises(UsageError, match="is a function") as error:
+        _ = FixSession(request).plan
+    assert "--memory-budget" in error.value.hint

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
-from math import inf
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from tilefit.assessment import Assessment
 from tilefit.capture.child import capture_in_child
 from tilefit.capture.naming import has_source, program_file, require_readable
 from tilefit.cost import fuse
-from tilefit.cost.footprint import usable_bytes
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
 from tilefit.ops import Step
@@ -143,18 +141,6 @@ class FixSession:
         return replace(selection, min_gain=MIN_GAIN) if selection.min_gain is None else selection
 
     @property
-    def _budget_bytes(self) -> float:
-        """What the step may take at once, where its files may be changed so that it takes no more."""
-        from tilefit.fixes.planning.registry import select
-
-        request = self.request
-        if all(
-            fix.name != "checkpoint" for fix in select(request.selection.select, request.selection.ignore)
-        ):
-            return inf
-        return usable_bytes(request.gpu) if request.memory_bytes is None else request.memory_bytes
-
-    @property
     def report(self) -> Report:
         """Of the step as it is."""
         return self.assessment.report
@@ -164,7 +150,7 @@ class FixSession:
         """What ``tilefit.optimize`` does; None for a target that is a function.
 
         Raises:
-            TilefitError: it cannot be planned, or a function is to be measured.
+            TilefitError: it cannot be planned, or a function is to be measured or brought into a budget.
         """
         from torch import Tensor, nn
         from torch.utils._pytree import tree_map
@@ -175,10 +161,11 @@ class FixSession:
         request, target, options = self.request, self.loaded.target, self.request.options
         model, inputs = target.model, target.inputs
         if not isinstance(model, nn.Module):
-            if request.measure:
+            if request.measure or request.memory_bytes is not None:
+                option = "--measure" if request.measure else "--memory-budget"
                 raise UsageError(
                     f"{request.target} is a function, and fixes at run time are a model's",
-                    hint="Leave out --measure, or give a factory that returns (model, inputs).",
+                    hint=f"Leave out {option}, or give a factory that returns (model, inputs).",
                 )
             return None
         if request.measure:
@@ -229,7 +216,7 @@ class FixSession:
         from tilefit.fixes.source.patches import Trial
 
         find = partial(_findings, self._worth_it)
-        return Trial(writers, files, captured, find, self.request.levels, self._budget_bytes)
+        return Trial(writers, files, captured, find, self.request.levels)
 
     @cached_property
     def answers(self) -> Sequence[Answer]:

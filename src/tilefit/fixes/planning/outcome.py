@@ -115,10 +115,8 @@ def _sections(outcome: Outcome) -> Iterator[_Section]:
     if plan and plan.refused:
         items = [(f"{r.name}  {_where(r.modules)}", r.reason) for r in plan.refused]
         yield _Section("Left alone", items=items)
-    at_run_time = plan is not None and any(fix.name == "checkpoint" for fix in plan.fixes)
-    too_large = patches.too_large if outcome.source_wanted or not at_run_time else ""
-    if outcome.left or too_large:
-        items = [(f"checkpoint: {too_large}", "")] if too_large else []
+    if outcome.left:
+        items = list[tuple[str, str]]()
         for each, reason in outcome.left:
             saves = " ".join(_gain(each.gain_s, outcome.report.step.time_s))  # alone
             if each.level == THROUGHPUT:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import NamedTuple
 
 from tilefit import units
@@ -13,7 +12,6 @@ from tilefit.cost.fusion import fuse
 from tilefit.errors import TilefitError
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.change import Change, Write
-from tilefit.fixes.source.checkpoint import ways
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.program import Files
 from tilefit.ops import Step
@@ -50,14 +48,11 @@ class Patches:
         made: In the order in which they were priced.
         by_hand: What could not be.
         others: Codes of the findings of the changed program that are none of a source fix.
-        too_large: Why nothing is written that brings the step into the budget it was given; empty where it is
-            there, or where a finding says so.
     """
 
     made: tuple[Patch, ...] = ()
     by_hand: tuple[ByHand, ...] = ()
     others: tuple[str, ...] = ()
-    too_large: str = ""
 
     def texts(self) -> dict[SourceFile, str]:
         """The changed files with their new texts."""
@@ -98,7 +93,6 @@ class Trial(NamedTuple):
         captured: The step with other texts of files, by path; raises where there is none.
         find: The findings of a step, best first.
         levels: Patches of other levels are left to the user.
-        budget_bytes: What the step may take; what takes more computes modules again in its backward pass.
     """
 
     writers: Mapping[str, Write]
@@ -106,7 +100,6 @@ class Trial(NamedTuple):
     captured: Callable[[Mapping[str, str]], Step]
     find: Callable[[Context], Sequence[Finding]]
     levels: Sequence[str]
-    budget_bytes: float = inf
 
     def written(self, finding: Finding, context: Context) -> Change | str:
         """What is written for a finding, or why nothing is."""
@@ -138,29 +131,6 @@ class Trial(NamedTuple):
         beside = ", the other changes made" if made else ""
         beside += "".join(f". {note[:-1]}" for note in after.step.notes if note not in before.step.notes)
         return f"it saves nothing: {takes} a step with it, {took} without{beside}"
-
-    def fitted(self, made: Sequence[Change], context: Context, before: Context) -> Patch | str:
-        """What brings a step with changes into its memory, on top of them, or why nothing does; empty if it
-        is. ``context``: with its lines as they are in the files; ``before``: as it is."""
-        if context.step.memory.peak_bytes <= self.budget_bytes or not context.step.settings.training:
-            return ""
-        reason, has = "no module that can be computed again frees enough", units.capacity(self.budget_bytes)
-        try:
-            for way in ways(context, self.budget_bytes, self.files):
-                for change in way:
-                    after = self.priced([*made, change], before)
-                    if isinstance(after, str):
-                        reason = after
-                        break
-                    need = units.capacity(after.step.memory.peak_bytes)
-                    if after.step.memory.peak_bytes <= self.budget_bytes:
-                        gain_s = before.estimate.time_s - after.estimate.time_s
-                        note = f"it takes {need} at once, not {units.capacity(before.step.memory.peak_bytes)}"
-                        return Patch(**{**vars(change), "note": note}, code="BAT002", gain_s=gain_s)
-                    reason = f"with {change.summary} it would still need {need}, and may take {has}"
-        except RefusedError as refused:
-            return refused.what
-        return reason
 
 
 def propose(context: Context, trial: Trial) -> Patches:
@@ -202,11 +172,7 @@ def propose(context: Context, trial: Trial) -> Patches:
         if context is before:
             break
     others = tuple(code for code in codes if code not in trial.writers)
-    fitted = trial.fitted(made, on_lines_of_files(context), context)
-    if isinstance(fitted, Patch):
-        return Patches((*made, fitted), tuple(by_hand), others)
-    large = [ByHand(finding, fitted) for finding in found if fitted and finding.code == "BAT002"]
-    return Patches(tuple(made), (*by_hand, *large), others, "" if large else fitted)
+    return Patches(tuple(made), tuple(by_hand), others)
 
 
 def sources_of(changes: Sequence[Change]) -> dict[str, str]:

@@ -47,7 +47,7 @@ class OutOfMemory(Rule):
     Fix: a smaller batch with gradient accumulation; activation checkpointing, which computes activations
     again instead of keeping them; where the fixed part alone is too large, sharding (FSDP), an 8-bit
     optimizer or a larger GPU. The message says which modules to checkpoint: those that cost the least time
-    for each byte that they free at the fullest moment, until the step fits; ``tilefit fix`` does it.
+    for each byte that they free at the fullest moment, until the step fits; ``tilefit.optimize`` does it.
 
     Source: Rajbhandari and others, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020), on what fills the memory.
@@ -131,5 +131,5 @@ def _recompute(context: Context, usable_bytes: float) -> str:
     saved = capacity(memory.peak_bytes - found.peak_bytes)
     return (
         f"checkpoint {modules} ({found.modules[0]} and on), which frees {saved} for "
-        f"{seconds(found.extra_s)} more: tilefit fix --select checkpoint"
+        f'{seconds(found.extra_s)} more: tilefit.optimize(model, inputs, select=["checkpoint"])'
     )
