@@ -22,7 +22,7 @@ from tilefit.errors import UsageError
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.patches import ByHand, Patches, Trial, propose
-from tilefit.fixes.source.program import Loaded
+from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.training import WRITERS_OF_LOADED
 from tilefit.ops import Step
@@ -66,13 +66,10 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
         def find(context: Context) -> list[rules.Finding]:
             return rules.run(context.step, gpu, context.estimate, select=select, min_gain=0.001)
 
-        _forget(tmp_path)
-        program = Loaded(target, TargetOptions(input=options.input))
-
         def changed(sources: Mapping[str, str]) -> Step:
             return captured(target, replace(options, sources=sources))
 
-        return propose(context, Trial(WRITERS_OF_LOADED, program, changed, find, levels))
+        return propose(context, Trial(WRITERS_OF_LOADED, Files.of(step, path), changed, find, levels))
 
     return run
 
@@ -482,11 +479,12 @@ def test_no_line_of_the_user_builds_a_class_that_is_the_target(tmp_path: Path) -
     # The command line that names it is none.
     path = tmp_path / "a_class.py"
     path.write_text(_HEAD + _NET)
-    assert not Loaded(f"{path}:Net", TargetOptions(input=["float32[8,2048]"])).built_at
+    step = capture_target(f"{path}:Net", TargetOptions(input=("float32[8,2048]",)))
+    assert not Files.of(step, path).built_at
 
 
 def test_no_line_of_the_user_builds_a_model_of_a_library() -> None:
-    assert not Loaded("torchvision:alexnet", TargetOptions(batch=1)).built_at
+    assert not Files.of(capture_target("torchvision:alexnet", TargetOptions(batch=1)), Path()).built_at
 
 
 def test_a_function_is_brought_into_no_budget(tmp_path: Path) -> None:

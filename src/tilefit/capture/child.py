@@ -53,14 +53,15 @@ def _capture_target(target: str, options: TargetOptions) -> Step:
     if options.weights:
         loaded = replace(loaded, **in_type(loaded.model, loaded.inputs, options.weights))
     try:
-        return capture(
-            loaded.model,
-            loaded.inputs,
-            options=options,
-            loss=loaded.loss,
-            name=loaded.name,
-            notes=loaded.notes,
-        )
+        with noting_makers():
+            return capture(
+                loaded.model,
+                loaded.inputs,
+                options=options,
+                loss=loaded.loss,
+                name=loaded.name,
+                notes=loaded.notes,
+            )
     except CaptureError as error:
         known = {CHECK_INPUTS: loaded.hint, SHORTER_INPUTS: loaded.shorter}
         error.hint = known.get(error.hint) or error.hint

@@ -176,7 +176,7 @@ class Ordered:
 @dataclass(frozen=True, slots=True)
 class Program:
     """The program around a step; of a model's own step, in which none was run, what it shares with one. False
-    where there is nothing to be known of it.
+    where there is nothing to be known of it but where its optimizers and models are.
 
     Attributes:
         command: As it was started, such as ``train.py --batch-size 64``; empty where none was run.
@@ -228,7 +228,7 @@ class Program:
     split: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return self != Program()
+        return replace(self, optimizers=(), models=()) != Program()
 
     @property
     def was_run(self) -> bool:

@@ -22,12 +22,13 @@ from tilefit.ops import Step
 from tilefit.options import ProgramOptions, Selection, StepOptions, TargetOptions
 
 if TYPE_CHECKING:
+    from tilefit.capture.targets import Target
     from tilefit.fixes import Plan
     from tilefit.fixes.planning.answers import Answer
     from tilefit.fixes.planning.outcome import Outcome
     from tilefit.fixes.source.change import Write
     from tilefit.fixes.source.patches import Patches, Trial
-    from tilefit.fixes.source.program import Files, Loaded
+    from tilefit.fixes.source.program import Files
     from tilefit.report import Report
     from tilefit.rules import Finding
     from tilefit.rules.base import Context
@@ -103,16 +104,22 @@ class FixSession:
             return capture_in_child(request.target, request.options, request.timeout_s, fresh=request.fresh)
 
     @cached_property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> Target:
         """The target, loaded in this process."""
         assert self._first  # what does not run is told by the child process, before it is loaded in this one
-        from tilefit.fixes.source.program import Loaded
+        from tilefit.capture.targets import load
 
         options = self.request.options
         with self._stage("Choosing fixes"):
-            return Loaded(
-                self.request.target, replace(options, on_cpu=options.on_cpu or self.request.measure)
-            )
+            return load(self.request.target, replace(options, on_cpu=options.on_cpu or self.request.measure))
+
+    @cached_property
+    def files(self) -> Files:
+        """The target's."""
+        from tilefit.fixes.source.program import Files, file_of
+
+        assert self.loaded  # by which the file of a module is known
+        return Files.of(self._first, file_of(self.request.target))
 
     @cached_property
     def assessment(self) -> Assessment:
@@ -158,7 +165,7 @@ class FixSession:
         from tilefit.fixes.changes.run import Run
         from tilefit.fixes.planning.planner import make_plan
 
-        request, target, options = self.request, self.loaded.target, self.request.options
+        request, target, options = self.request, self.loaded, self.request.options
         model, inputs = target.model, target.inputs
         if not isinstance(model, nn.Module):
             if request.measure or request.memory_bytes is not None:
@@ -204,19 +211,16 @@ class FixSession:
             return None
         return self._trial_of(
             WRITERS_OF_LOADED,
-            self.loaded,
             lambda sources: capture_in_child(
                 request.target, replace(request.options, sources=sources), request.timeout_s
             ),
         )
 
-    def _trial_of(
-        self, writers: Mapping[str, Write], files: Files, captured: Callable[[Mapping[str, str]], Step]
-    ) -> Trial:
+    def _trial_of(self, writers: Mapping[str, Write], captured: Callable[[Mapping[str, str]], Step]) -> Trial:
         from tilefit.fixes.source.patches import Trial
 
         find = partial(_findings, self._worth_it)
-        return Trial(writers, files, captured, find, self.request.levels)
+        return Trial(writers, self.files, captured, find, self.request.levels)
 
     @cached_property
     def answers(self) -> Sequence[Answer]:
@@ -225,10 +229,10 @@ class FixSession:
 
         plan, patches = self.plan, self.patches
         if plan is None or plan.step is None:
-            remaining = {*patches.others, *(each.finding.code for each in patches.by_hand)}
+            remaining = patches.remaining
         else:
             after = Assessment(plan.step, self.request.gpu, self._selection)
-            remaining = {finding.code for finding in after.findings}
+            remaining = frozenset(finding.code for finding in after.findings)
         return answers(self.assessment.findings, remaining, plan, patches, self.request.levels)
 
     @property
@@ -258,7 +262,7 @@ class FixSession:
     @property
     def place(self) -> str:
         """The user's line that builds the model."""
-        return self.loaded.built_at
+        return self.files.built_at
 
     @property
     def call(self) -> str:
@@ -304,6 +308,13 @@ class ProgramFixSession(FixSession):
             gpu = request.gpu.name
             return capture_in_child(request.target, self._program, request.timeout_s, gpu=gpu, told=say)
 
+    @cached_property
+    def files(self) -> Files:
+        """The program's."""
+        from tilefit.fixes.source.program import Files
+
+        return Files.of(self._first, program_file(self._program.program, self._program.is_module))
+
     @property
     def _program(self) -> ProgramOptions:
         assert self.request.program is not None
@@ -312,14 +323,11 @@ class ProgramFixSession(FixSession):
     @property
     def _trial(self) -> Trial:
         """How changes of the program's files are written and tried."""
-        from tilefit.fixes.source.program import Files
         from tilefit.fixes.source.training import WRITERS
 
         request, program = self.request, self._program
-        files = Files.of(self.assessment.step, program_file(program.program, program.is_module))
         return self._trial_of(
             WRITERS,
-            files,
             lambda sources: capture_in_child(
                 request.target, replace(program, sources=sources), request.timeout_s, gpu=request.gpu.name
             ),

@@ -27,7 +27,7 @@ def write_loop_at_once(finding: Finding, context: Context, files: Files) -> Chan
     between = f"{syntax.file.newline_after(syntax.start(loop))}{syntax.indentation(syntax.line(loop))}"
     edit = syntax.replaced(loop, between.join(at_once(syntax.code(loop), torch)))
     summary = f"{torch}._foreach_… for the loop"
-    return Change.of([*imports, (syntax, edit)], syntax.line(loop), summary, level=SAFE)
+    return Change([*imports, (syntax, edit)], syntax.line(loop), summary, level=SAFE)
 
 
 #: In-place methods of tensors that ``torch._foreach_`` has under the same name.

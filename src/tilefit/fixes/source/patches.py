@@ -47,12 +47,12 @@ class Patches:
     Attributes:
         made: In the order in which they were priced.
         by_hand: What could not be.
-        others: Codes of the findings of the changed program that are none of a source fix.
+        remaining: Codes of the findings of the changed program.
     """
 
     made: tuple[Patch, ...] = ()
     by_hand: tuple[ByHand, ...] = ()
-    others: tuple[str, ...] = ()
+    remaining: frozenset[str] = frozenset()
 
     def texts(self) -> dict[SourceFile, str]:
         """The changed files with their new texts."""
@@ -63,7 +63,7 @@ class Patches:
         parts = []
         for file, text in self.texts().items():
             for patch in self.made:
-                if any(syntax.file is file for syntax in patch.edits):
+                if any(syntax.file is file for syntax, _ in patch.edits):
                     head = f"{patch.code} ({patch.level}): {patch.summary}"
                     for line in (head, *([f"  {patch.note}"] if patch.note else [])):
                         parts.append(f"# {line}\n".encode(file.encoding, errors="replace"))
@@ -105,27 +105,24 @@ class Trial(NamedTuple):
         """What is written for a finding, or why nothing is."""
         try:
             change = self.writers[finding.code](finding, context, self.files)
-            sources_of([change])
+            texts_of([change])
         except RefusedError as refused:
             return refused.what
         where = f"{change.summary} in {change.where}"
         return change if change.level in self.levels else f"{where} is {change.level}: --level {change.level}"
 
-    def priced(self, changes: Sequence[Change], before: Context) -> Context | str:
-        """The step with changes, or why it is none."""
+    def with_one_more(self, made: Sequence[Change], change: Change, before: Context) -> Context | str:
+        """The step with one more change, or why that is left out."""
         try:
-            step = self.captured(sources_of(changes))
+            texts = texts_of([*made, change])
+            step = self.captured({str(file.path): text for file, text in texts.items()})
         except RefusedError as refused:
             return refused.what
         except TilefitError as error:
-            return f"the program does not run with {changes[-1].summary} ({error.what})"
+            return f"the program does not run with {change.summary} ({error.what})"
         step = fuse(step) if step.settings.compiled else step
-        return Context(step, before.gpu, estimate_step(step, before.gpu))
-
-    def with_one_more(self, made: Sequence[Change], change: Change, before: Context) -> Context | str:
-        """The step with one more change, or why that is left out."""
-        after = self.priced([*made, change], before)
-        if isinstance(after, str) or after.estimate.time_s < before.estimate.time_s:
+        after = Context(step, before.gpu, estimate_step(step, before.gpu))
+        if after.estimate.time_s < before.estimate.time_s:
             return after
         took, takes = (units.seconds(context.estimate.time_s) for context in (before, after))
         beside = ", the other changes made" if made else ""
@@ -140,22 +137,19 @@ def propose(context: Context, trial: Trial) -> Patches:
         context: The program's step as it is: its lines are those of the files.
         trial: Writes and tries them.
     """
-    seen = trial.files.seen(context.step)
+    program = context.step.program
     made = list[Patch]()
     #: By code, each finding with what is written for it, or why nothing is.
     written: dict[str, list[tuple[Finding, Change | str]]] = {}
-
-    def on_lines_of_files(context: Context) -> Context:
-        """A changed program's step with the lines of the program in the files, which are others."""
-        return replace(context, step=replace(context.step, program=seen))
-
     while True:
         before, found = context, trial.find(context)
+        # A changed program's step with the lines of the program in the files, which are others.
+        on_lines_of_files = replace(context, step=replace(context.step, program=program))
         codes = dict.fromkeys(finding.code for finding in found)
         for code in codes.keys() - written.keys() & trial.writers.keys():
             # A line of a changed program is none of the files'.
-            own = [f for f in found if f.code == code and not (made and seen.was_run and f.source)]
-            written[code] = [(f, trial.written(f, on_lines_of_files(context))) for f in own]
+            own = [f for f in found if f.code == code and not (made and program.was_run and f.source)]
+            written[code] = [(f, trial.written(f, on_lines_of_files)) for f in own]
         by_hand = []
         # What was left out before may be worth it on top of others.
         for finding, change in [each for code in codes for each in written.get(code, ())]:
@@ -171,17 +165,7 @@ def propose(context: Context, trial: Trial) -> Patches:
                 context = after
         if context is before:
             break
-    others = tuple(code for code in codes if code not in trial.writers)
-    return Patches(tuple(made), tuple(by_hand), others)
-
-
-def sources_of(changes: Sequence[Change]) -> dict[str, str]:
-    """The texts of the files that changes edit, by real path.
-
-    Raises:
-        RefusedError: one would be no Python.
-    """
-    return {str(file.path): text for file, text in texts_of(changes).items()}
+    return Patches(tuple(made), tuple(by_hand), frozenset(codes))
 
 
 def texts_of(changes: Sequence[Change]) -> dict[SourceFile, str]:
@@ -191,9 +175,8 @@ def texts_of(changes: Sequence[Change]) -> dict[SourceFile, str]:
         RefusedError: the new text is no Python.
     """
     edits: dict[SourceFile, list[Edit]] = {}
-    for change in changes:
-        for syntax, own in change.edits.items():
-            edits.setdefault(syntax.file, []).extend(own)
+    for syntax, edit in (placed for change in changes for placed in change.edits):
+        edits.setdefault(syntax.file, []).append(edit)
     texts = {file: file.with_edits(own) for file, own in edits.items()}
     for file, text in texts.items():
         try:
