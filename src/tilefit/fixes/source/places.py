@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 def of_models(program: Program, files: Files, behind: bool) -> tuple[list[Place], list[RefusedError]]:
     """Where something can be done to the models of a step: beside the statements that make the optimizers, to
     the models that are asked for their parameters there; behind those that make the models that no optimizer
-    steps. And why that is not known of others.
+    steps, and of all where not every optimizer is given its parameters so. And why that is not known of some.
 
     Args:
         program: What was seen.
@@ -65,35 +65,44 @@ def of_models(program: Program, files: Files, behind: bool) -> tuple[list[Place]
     Raises:
         RefusedError: of no model it is known.
     """
-    places = [*_beside_optimizers(program, files, behind)]
-    made = [partial(_called, source, files) for source in program.models or ("",)]  # which is refused
+    find = partial(_beside_optimizer, program=program, files=files, behind=behind)
+    places, unclear = _found(find, program.optimizers)
+    if unclear:
+        places = []
     if files.built_at:
-        made = [partial(_named, files.built_at, files)]
-    left = []
-    for find in made[bool(places) :]:
+        others, left = _found(partial(_named, files=files), [files.built_at])
+    else:
+        made = program.models or ("",)  # which is refused
+        others, left = _found(partial(_called, files=files), made[bool(places) :])
+    if not (places or others):
+        raise (*unclear, *left)[0]
+    return [*places, *others], left
+
+
+def _found(find: Callable[[str], Place], sources: Iterable[str]) -> tuple[list[Place], list[RefusedError]]:
+    """What is found by lines, and why nothing by others."""
+    found: list[Place] = []
+    refused: list[RefusedError] = []
+    for source in sources:
         try:
-            places.append(find())
-        except RefusedError as refused:
-            if not places:
-                raise
-            left.append(refused)
-    return places, left
+            found.append(find(source))
+        except RefusedError as error:
+            refused.append(error)
+    return found, refused
 
 
-def _beside_optimizers(program: Program, files: Files, behind: bool) -> Iterator[Place]:
-    for source in program.optimizers:
-        syntax, line = line_at(source, files)
-        given = [node for call in syntax.on_line(cst.Call, line) for node in _given(syntax, call)]
-        models = {_whole(name, program, files): None for node in given for name in _asked(syntax, node)}
-        loops = [loop.target for node in given for loop in syntax.all(cst.CompFor, node)]
-        statements = syntax.on_line(cst.SimpleStatementLine, line)
-        if not statements or not models or models.keys() & syntax.names(*loops):
-            raise RefusedError(
-                "it is not clear what the model is called: no optimizer gets model.parameters()"
-            )
-        # Behind a return nothing runs.
-        returns = any(syntax.all(cst.Return, statements[0]))
-        yield Place(syntax, statements[0], [*models], behind and not returns)
+def _beside_optimizer(source: str, program: Program, files: Files, behind: bool) -> Place:
+    """The statement in a line that makes an optimizer, and the models that are asked for their parameters."""
+    syntax, line = line_at(source, files)
+    given = [node for call in syntax.on_line(cst.Call, line) for node in _given(syntax, call)]
+    models = {_whole(name, program, files): None for node in given for name in _asked(syntax, node)}
+    loops = [loop.target for node in given for loop in syntax.all(cst.CompFor, node)]
+    statements = syntax.on_line(cst.SimpleStatementLine, line)
+    if not statements or not models or models.keys() & syntax.names(*loops):
+        raise RefusedError("it is not clear what the model is called: no optimizer gets model.parameters()")
+    # Behind a return nothing runs.
+    returns = any(syntax.all(cst.Return, statements[0]))
+    return Place(syntax, statements[0], [*models], behind and not returns)
 
 
 def _asked(syntax: Syntax, node: cst.CSTNode) -> Iterator[str]:
