@@ -29,22 +29,23 @@ class Change:
 
     Attributes:
         edits: One or more.
-        line: The line of the first file that matters most.
         summary: What is written, as short as code: ``fused=True``.
         note: What the user must know before writing it; may be empty.
         level: ``safe`` where the program computes the same for every input, else ``unsafe``.
+        line: The line of the first file that matters most; 0 for that of the first edit.
     """
 
     edits: Sequence[Placed]
-    line: int
     summary: str
     note: str = ""
     level: str = UNSAFE
+    line: int = 0
 
     @property
     def where(self) -> str:
         """File and line: ``train.py:12``."""
-        return f"{self.edits[0][0].file.name}:{self.line}"
+        syntax, edit = self.edits[0]
+        return f"{syntax.file.name}:{self.line or syntax.file.line_of(edit.start)}"
 
 
 #: ``(finding, context, files)`` to the change; raises ``RefusedError`` where it is not clear what to write.

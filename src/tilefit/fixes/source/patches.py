@@ -62,12 +62,10 @@ class Patches:
         """A unified diff of all files, each in its own encoding, headed by what it does."""
         parts = []
         for file, text in self.texts().items():
-            for patch in self.made:
-                if any(syntax.file is file for syntax, _ in patch.edits):
-                    head = f"{patch.code} ({patch.level}): {patch.summary}"
-                    for line in (head, *([f"  {patch.note}"] if patch.note else [])):
-                        parts.append(f"# {line}\n".encode(file.encoding, errors="replace"))
-            parts.append(file.diff(text))
+            own = [patch for patch in self.made if any(syntax.file is file for syntax, _ in patch.edits)]
+            heads = [(f"{patch.code} ({patch.level}): {patch.summary}", f"  {patch.note}") for patch in own]
+            lines = (f"# {line}\n" for head in heads for line in head if line.strip())
+            parts += [*(line.encode(file.encoding, errors="replace") for line in lines), file.diff(text)]
         return b"".join(parts)
 
     def write(self) -> list[str]:

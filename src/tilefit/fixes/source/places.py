@@ -67,8 +67,7 @@ def of_models(program: Program, files: Files, behind: bool) -> tuple[list[Place]
     """
     find = partial(_beside_optimizer, program=program, files=files, behind=behind)
     places, unclear = _found(find, program.optimizers)
-    if unclear:
-        places = []
+    places = [] if unclear else places
     if files.built_at:
         others, left = _found(partial(_named, files=files), [files.built_at])
     else:
@@ -172,7 +171,7 @@ def _called(source: str, files: Files) -> Place:
 def _comes_by(syntax: Syntax, statement: cst.CSTNode, call: cst.CSTNode) -> bool:
     """Whether a statement has run once when a call is made: it is the file's own, or before it in a block
     around it, and in no loop."""
-    block = syntax.parent(statement)
+    block = next(syntax.parents(statement))
     if isinstance(block, cst.Module):
         return True
     before = syntax.start(statement) < syntax.start(call) < syntax.stop(block)

@@ -38,16 +38,15 @@ def write_autocast(finding: Finding, context: Context, files: Files) -> Change:
     syntax, call = call_at(next(iter(context.step.program.models), ""), files)
     statements = _statements(syntax, call)
     torch, imports = imported(syntax, "torch")
-    line = syntax.line(statements[0])
     header = f'with {torch}.autocast("cuda", dtype={torch}.bfloat16):'
-    edits = [*imports, *_within(syntax, header, statements)]
-    return Change(edits, line, header, "products run in bf16: the same training but for rounding")
+    edits = [*_within(syntax, header, statements), *imports]
+    return Change(edits, header, "products run in bf16: the same training but for rounding")
 
 
 def _statements(syntax: Syntax, call: cst.Call) -> list[cst.BaseStatement]:
     """The statements from the model's call to the one before ``backward``; without it, to the return."""
     first = next(syntax.around(call, cst.SimpleStatementLine), None)
-    block = syntax.parent(first) if first else None
+    block = next(syntax.parents(first)) if first else None
     if first is None or not isinstance(block, cst.IndentedBlock | cst.Module):
         raise RefusedError("the model is not called in a statement of its own")
     body = list(block.body)
@@ -100,4 +99,4 @@ def write_tf32(finding: Finding, context: Context, files: Files) -> Change:
     torch, imports = imported(syntax, "torch")
     statement = f'{torch}.set_float32_matmul_precision("high")'
     note = "fp32 products round their factors to 10 bits of mantissa"
-    return Change([*imports, beside(syntax, last, ["", statement], behind=True)], 1, statement, note)
+    return Change([*imports, beside(syntax, last, ["", statement], behind=True)], statement, note, line=1)

@@ -42,7 +42,7 @@ class Syntax:
         self._positions = wrapper.resolve(PositionProvider)
         self._scopes = wrapper.resolve(ScopeProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
-        self._kinds: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
+        self._nodes = sorted(self._positions, key=self.start)
 
     # ---- places ----------------------------------------------------------------------------
 
@@ -90,13 +90,9 @@ class Syntax:
 
     def all(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
         """All nodes of a kind, in the order of the file."""
-        if kind not in self._kinds:
-            found = [node for node in self._positions if isinstance(node, kind)]
-            self._kinds[kind] = sorted(found, key=self.start)
         first, last = (self.start(within), self.stop(within)) if within else (0, len(self.file.text))
-        for node in self._kinds[kind]:
-            if first <= self.start(node) and self.stop(node) <= last:
-                assert isinstance(node, kind)
+        for node in self._nodes:
+            if isinstance(node, kind) and first <= self.start(node) and self.stop(node) <= last:
                 yield node
 
     def on_line(self, kind: type[Node], line: int) -> list[Node]:
@@ -107,16 +103,14 @@ class Syntax:
         """All names that nodes contain."""
         return {name.value for each in within for name in self.all(cst.Name, each)}
 
-    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The node that a node is part of."""
-        return self._parents[node]
+    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around a node, the innermost first."""
+        while not isinstance(node, cst.Module):
+            yield (node := self._parents[node])
 
     def around(self, node: cst.CSTNode, *kinds: type[Node]) -> Iterator[Node]:
-        """The nodes of some kinds around a node, the innermost first."""
-        while not isinstance(node, cst.Module):
-            node = self._parents[node]
-            if isinstance(node, kinds):
-                yield node
+        """Those of some kinds."""
+        return (each for each in self.parents(node) if isinstance(each, kinds))
 
     # ---- names -----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import libcst as cst
+from libcst import matchers as m
 
 from tilefit.fixes.changes.fix import RefusedError, refuse
 from tilefit.fixes.source.change import Change, Placed, Write, beside, imported, keyword, switched_on
@@ -35,7 +36,6 @@ def _fused(finding: Finding, context: Context, files: Files) -> Change:
     """``AdamW(model.parameters())``: with ``fused=True``; one beside it that cannot be fused stays."""
     wanted = {_FUSIBLE[name] for name in unfused_updates(context.step)}
     edits: list[Placed] = []
-    first = 0
     for source in context.step.program.optimizers or ("",):  # which is refused
         syntax, line = line_at(source, files)
         for call in syntax.on_line(cst.Call, line):
@@ -44,9 +44,8 @@ def _fused(finding: Finding, context: Context, files: Files) -> Change:
                 _refuse_elsewhere(call, f"the optimizer in {where}")
                 refuse(foreach is not None, f"{where} asks for {foreach and syntax.code(foreach)}")
                 edits += switched_on(syntax, call, "fused")
-                first = first or syntax.line(call) * bool(edits)
     refuse(not edits, "the optimizer is not made by a call of PyTorch's class, or asks for it already")
-    return Change(edits, first, "fused=True", level=SAFE)
+    return Change(edits, "fused=True", level=SAFE)
 
 
 def _refuse_elsewhere(call: cst.Call, what: str) -> None:
@@ -83,7 +82,7 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
         done |= dict.fromkeys(((syntax, name) for name in new), line)
     summary = ", ".join(f"{name}.{method}" for _, name in done)
     note = "".join(f"{each.what}, and it is left as it is" for each in left[-1:])
-    return Change(edits, next(iter(done.values())), summary, note, SAFE)
+    return Change(edits, summary, note, SAFE, next(iter(done.values())))
 
 
 # ---- the loop ----------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ def _anomalies_unseen(finding: Finding, context: Context, files: Files) -> Chang
         if is_it and given and syntax.code(given.value) == "True":
             note = "a NaN in the backward pass is then no error"
             edit = syntax, syntax.replaced(given.value, "False")
-            return Change([edit], line, "set_detect_anomaly(False)", note)
+            return Change([edit], "set_detect_anomaly(False)", note)
     raise RefusedError(f"line {line} of {syntax.file.name} does not say set_detect_anomaly(True)")
 
 
@@ -113,18 +112,13 @@ def _sums_on_gpu(finding: Finding, context: Context, files: Files) -> Change:
         if syntax.line(statement) == line and isinstance(statement.operator, cst.AddAssign)
         for call in syntax.all(cst.Call, statement)
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "item" and not call.args
-        if all(isinstance(each, cst.BinaryOperation) for each in _between(syntax, call, statement))
+        # Between them are sums and products alone.
+        for parents in (syntax.parents(call),)
+        if next(each for each in parents if not isinstance(each, cst.BinaryOperation)) is statement
     ]
     refuse(not edits, "the values are read for other things than a sum that is kept")
     note = "the sum is then a tensor on the GPU, with the loss's precision: float(total) where it is used"
-    syntax, first = edits[0]
-    return Change(edits, syntax.file.line_of(first.start), "+= loss.detach()", note)
-
-
-def _between(syntax: Syntax, node: cst.CSTNode, outer: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The nodes around one, up to another."""
-    while (node := syntax.parent(node)) is not outer:
-        yield node
+    return Change(edits, "+= loss.detach()", note)
 
 
 def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Change:
@@ -147,9 +141,7 @@ def _copies_unwaited(finding: Finding, context: Context, files: Files) -> Change
     refuse(not edits, "the batches come from no DataLoader of yours")
     warning = "what is copied must not be a tensor of the GPU's, nor be written to meanwhile"
     summary = "pin_memory=True, non_blocking=True" if pinned else "non_blocking=True"
-    syntax, first = edits[0]
-    note = "" if level == SAFE else warning
-    return Change(edits, syntax.file.line_of(first.start), summary, note, level)
+    return Change(edits, summary, "" if level == SAFE else warning, level)
 
 
 def _copies(syntax: Syntax, call: cst.Call) -> bool:
@@ -170,13 +162,9 @@ def _of_batch(syntax: Syntax, call: cst.Call) -> bool:
 
 def _written_in_place(syntax: Syntax, names: set[str]) -> bool:
     """Whether the file writes into a tensor of one of these names, or makes an array of its memory."""
-    for call in syntax.all(cst.Call):
-        match call.func:
-            case cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value=method)):
-                writes = method.endswith("_") and not method.endswith("__")
-                if name in names and (writes or method == "numpy"):
-                    return True
+    tensor, method = m.Name(m.MatchIfTrue(names.__contains__)), m.Name(m.MatchRegex(r"(.*[^_])?_|numpy"))
     targets: Iterator[cst.CSTNode] = chain(
+        (each for each in syntax.all(cst.Call) if m.matches(each, m.Call(m.Attribute(tensor, method)))),
         (out.value for call in syntax.all(cst.Call) if (out := keyword(call, "out"))),
         (each.target for each in syntax.all(cst.AugAssign)),
         (each.target for each in syntax.all(cst.AssignTarget) if isinstance(each.target, cst.Subscript)),
