@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from tilefit.fixes import Plan
     from tilefit.fixes.planning.answers import Answer
     from tilefit.fixes.planning.outcome import Outcome
-    from tilefit.fixes.source.change import Write
-    from tilefit.fixes.source.patches import Patches, Trial
+    from tilefit.fixes.source.patches import Patches
     from tilefit.fixes.source.program import Files
     from tilefit.report import Report
     from tilefit.rules import Finding
@@ -191,36 +190,23 @@ class FixSession:
 
     @cached_property
     def patches(self) -> Patches:
-        """What can be written into the user's files."""
-        from tilefit.fixes.source.patches import Patches, propose
+        """What can be written into the user's files; nothing where none of them is known."""
+        from tilefit.fixes.source.patches import Patches, Trial, propose
+        from tilefit.fixes.source.training import WRITERS, WRITERS_OF_LOADED
 
-        trial = self._trial
-        if trial is None:
+        is_model = self.request.program is None
+        if is_model and not has_source(self.request.target):
             return Patches()
-        before = self.assessment
+        writers, find = WRITERS_OF_LOADED if is_model else WRITERS, partial(_findings, self._worth_it)
+        context = self.assessment.context
+        trial = Trial(writers, self.files, self._changed, find, self.request.levels)
         with self._stage("Trying changes of your files"):
-            return propose(before.context, trial)
+            return propose(context, trial)
 
-    @property
-    def _trial(self) -> Trial | None:
-        """How changes of the user's files are written and tried; None where none of them is known."""
-        from tilefit.fixes.source.training import WRITERS_OF_LOADED
-
-        request = self.request
-        if not has_source(request.target):
-            return None
-        return self._trial_of(
-            WRITERS_OF_LOADED,
-            lambda sources: capture_in_child(
-                request.target, replace(request.options, sources=sources), request.timeout_s
-            ),
-        )
-
-    def _trial_of(self, writers: Mapping[str, Write], captured: Callable[[Mapping[str, str]], Step]) -> Trial:
-        from tilefit.fixes.source.patches import Trial
-
-        find = partial(_findings, self._worth_it)
-        return Trial(writers, self.files, captured, find, self.request.levels)
+    def _changed(self, sources: Mapping[str, str]) -> Step:
+        """The step with other texts of files, by path."""
+        options = replace(self.request.options, sources=sources)
+        return capture_in_child(self.request.target, options, self.request.timeout_s)
 
     @cached_property
     def answers(self) -> Sequence[Answer]:
@@ -247,17 +233,8 @@ class FixSession:
         """Everything, as data; ``source_wanted``: the user asked for changes of files."""
         from tilefit.fixes.planning.outcome import Outcome
 
-        before, plan, patches = self.report, self.plan, self.patches
-        return Outcome(
-            report=before,
-            plan=plan,
-            patches=patches,
-            call=self.call,
-            answers=self.answers,
-            fuses=self.fuses,
-            place=self.place,
-            source_wanted=source_wanted,
-        )
+        found = self.report, self.plan, self.patches
+        return Outcome(*found, self.call, self.answers, self.fuses, self.place, source_wanted)
 
     @property
     def place(self) -> str:
@@ -320,18 +297,9 @@ class ProgramFixSession(FixSession):
         assert self.request.program is not None
         return self.request.program
 
-    @property
-    def _trial(self) -> Trial:
-        """How changes of the program's files are written and tried."""
-        from tilefit.fixes.source.training import WRITERS
-
-        request, program = self.request, self._program
-        return self._trial_of(
-            WRITERS,
-            lambda sources: capture_in_child(
-                request.target, replace(program, sources=sources), request.timeout_s, gpu=request.gpu.name
-            ),
-        )
+    def _changed(self, sources: Mapping[str, str]) -> Step:
+        request, options = self.request, replace(self._program, sources=sources)
+        return capture_in_child(request.target, options, request.timeout_s, gpu=request.gpu.name)
 
 
 def _findings(selection: Selection, context: Context) -> list[Finding]:
