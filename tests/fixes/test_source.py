@@ -500,3 +500,28 @@ def test_a_function_is_brought_into_no_budget(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a function") as error:
         _ = FixSession(request).plan
     assert "--memory-budget" in error.value.hint
+
+
+def test_a_function_that_names_the_device_is_fixed_and_not_run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    text = _HEAD + _LOOP.replace("net = Net()", "net = Net().cuda()").replace(
+        "2048)\n        y", "2048).cuda()\n        y"
+    )
+    (tmp_path / "package" / "script.py").write_text(text)
+    session = FixSession(
+        FixRequest(
+            target="package.script:build",
+            options=TargetOptions(),
+            gpu=resolve("h200")[0],
+            selection=Selection(select=("NTC003",)),
+        )
+    )
+    assert session.plan is None
+    assert _changed(session.patches) == [
+        "-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)",
+        "+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)",
+    ]
+    assert "package.script" not in sys.modules

@@ -246,9 +246,11 @@ def _captured(target: str, options: TargetOptions) -> Step:
     except TilefitError as error:
         if options.on_cpu or not has_source(target) or not needs_device(error):
             raise
+        from tilefit.capture.overlay import overlaid
         from tilefit.capture.program.function import capture_function
 
-        step = capture_function(target, options)
+        with overlaid(options.sources):
+            step = capture_function(target, options)
         if step is None:
             raise
         return step

@@ -235,6 +235,11 @@ class Program:
         """Whether there is one."""
         return bool(self.command)
 
+    @property
+    def calls_models(self) -> bool:
+        """Whether the step is a program's or a function's, which calls models, and no model's own."""
+        return self.was_run or bool(self.models)
+
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""
         return replace(

@@ -115,10 +115,10 @@ class FixSession:
     @cached_property
     def files(self) -> Files:
         """The target's."""
-        from tilefit.fixes.source.program import Files, file_of
+        from tilefit.capture.targets.user import file_of
+        from tilefit.fixes.source.program import Files
 
-        assert self.loaded  # by which the file of a module is known
-        return Files.of(self._first, file_of(self.request.target))
+        return Files.of(self._first, file_of(self.request.target.rpartition(":")[0]))
 
     @cached_property
     def assessment(self) -> Assessment:
@@ -164,9 +164,8 @@ class FixSession:
         from tilefit.fixes.changes.run import Run
         from tilefit.fixes.planning.planner import make_plan
 
-        request, target, options = self.request, self.loaded, self.request.options
-        model, inputs = target.model, target.inputs
-        if not isinstance(model, nn.Module):
+        request, options = self.request, self.request.options
+        if self._first.program.calls_models or not isinstance(self.loaded.model, nn.Module):
             if request.measure or request.memory_bytes is not None:
                 option = "--measure" if request.measure else "--memory-budget"
                 raise UsageError(
@@ -174,6 +173,7 @@ class FixSession:
                     hint=f"Leave out {option}, or give a factory that returns (model, inputs).",
                 )
             return None
+        target, model, inputs = self.loaded, self.loaded.model, self.loaded.inputs
         if request.measure:
             model = model.to("cuda")
             inputs = tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, inputs)
@@ -239,7 +239,7 @@ class FixSession:
     @property
     def place(self) -> str:
         """The user's line that builds the model."""
-        return self.files.built_at
+        return self._first.made.get("", "")
 
     @property
     def call(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -37,8 +36,8 @@ class Files:
         lines += [*program.optimizers, *(loader.source for loader in program.loaders), *step.made.values()]
         lines += [call.rpartition(":")[0] for call in program.models]
         names = dict.fromkeys(line.rpartition(":")[0] for line in lines)
-        is_model = not (program.was_run or program.models)
-        return cls(main, map(Path, filter(None, names)), step.made.get("", "") if is_model else "")
+        built_at = "" if program.calls_models else step.made.get("", "")
+        return cls(main, map(Path, filter(None, names)), built_at)
 
     def syntax(self, path: str | Path) -> Syntax:
         """A file, parsed.
@@ -61,10 +60,3 @@ class Files:
         """Whether a file is the user's to change: no package's, in the main one's folder or this one."""
         folders = (self.main.parent, Path.cwd().resolve())
         return not is_installed(str(path)) and any(path.is_relative_to(folder) for folder in folders)
-
-
-def file_of(target: str) -> Path:
-    """The file that a target is in which is a model or a function; a module's is known once it is loaded."""
-    name = target.rpartition(":")[0]
-    is_file = name.endswith(".py") or os.sep in name
-    return Path(name if is_file else str(getattr(sys.modules.get(name), "__file__", "")))
