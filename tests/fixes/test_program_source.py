@@ -230,6 +230,46 @@ def test_where_no_optimizer_names_a_model_that_is_compiled_which_is_called(
     assert written(tmp_path, "NTC001", text, "torch.optim") == ("safe", changed)
 
 
+_TRAINER = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, loader):
+        self.model = model.to(device)
+        self.optimizer = made(self.model, "torch.optim.AdamW")
+
+    def run(self):
+        for x, y in self.loader:
+            loss = self.model(x, y)
+            total += loss.item()
+
+class Other:
+    def __init__(self, model):
+        self.net = model
+
+loader = DataLoader(data)
+"""
+
+
+def test_a_model_of_a_class_is_compiled_where_its_constructor_names_it(tmp_path: Path) -> None:
+    made = "        self.model = model.to(device)\n"
+    level, text = written(tmp_path, "NTC001", _TRAINER, "torch.optim")
+    assert (level, text) == ("safe", _TRAINER.replace(made, f"{made}        self.model.compile()\n"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.net = model", "self.model = model"),
+        ("        self.model = model.to(device)\n", "        if device:\n            self.model = model\n"),
+    ],
+)
+def test_a_model_that_a_class_may_name_elsewhere_is_left(tmp_path: Path, old: str, new: str) -> None:
+    assert old in _TRAINER
+    with pytest.raises(RefusedError, match="not clear what the model is called"):
+        written(tmp_path, "NTC001", _TRAINER.replace(old, new), "torch.optim")
+
+
 def test_a_model_that_no_line_names_is_left(tmp_path: Path) -> None:
     text = _TRAIN.replace("model.parameters(), lr", "parameters, lr").replace(
         "model = build", "models = [build]"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import libcst as cst
+from libcst import matchers as m
 
 from tilefit.fixes.changes.fix import RefusedError, refuse
 from tilefit.fixes.source.program import Files
@@ -159,20 +160,25 @@ def _named(source: str, files: Files) -> Place:
 def _called(source: str, files: Files) -> Place:
     """The last statement that names a model, where every call of it comes by."""
     syntax, call = call_at(source, files)
-    name = call.func
-    for node in syntax.assignments(name)[-1:] if isinstance(name, cst.Name) else ():
-        for statement in syntax.around(node, cst.SimpleStatementLine):
-            if _comes_by(syntax, statement, call):
-                return Place(syntax, statement, [syntax.code(name)], True)
+    code = syntax.code(call.func)
+    if isinstance(call.func, cst.Name):
+        assigned = syntax.assignments(call.func)
+    else:
+        assigned = [each for each in syntax.all(cst.AssignTarget) if syntax.code(each.target) == code]
+    last = [each for node in assigned[-1:] for each in syntax.around(node, cst.SimpleStatementLine)]
+    if last and _comes_by(syntax, last[0], call):
+        return Place(syntax, last[0], [code], True)
     where = f"line {syntax.line(call)} of {syntax.file.name}"
     raise RefusedError(f"the model that is called in {where} is not made there")
 
 
-def _comes_by(syntax: Syntax, statement: cst.CSTNode, call: cst.CSTNode) -> bool:
-    """Whether a statement has run once when a call is made: it is the file's own, or before it in a block
-    around it, and in no loop."""
-    block = next(syntax.parents(statement))
+def _comes_by(syntax: Syntax, statement: cst.CSTNode, call: cst.Call) -> bool:
+    """Whether a statement has run once when a call is made: it is the file's own, or that of the constructor
+    whose attribute is called, or before it in a block around it, and in no loop."""
+    block, outer, *_ = [*syntax.parents(statement), statement]
     if isinstance(block, cst.Module):
         return True
+    if isinstance(call.func, cst.Attribute) and m.matches(outer, m.FunctionDef(m.Name("__init__"))):
+        return [*syntax.around(outer, cst.ClassDef)] == [*syntax.around(call, cst.ClassDef)]
     before = syntax.start(statement) < syntax.start(call) < syntax.stop(block)
     return before and not any(syntax.around(statement, cst.For, cst.While))

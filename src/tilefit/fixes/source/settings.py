@@ -17,8 +17,6 @@ from tilefit.fixes.source.syntax import Syntax
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
 
-_BACKWARD = m.Call(m.Attribute(attr=m.Name("backward")))
-_RETURN = m.SimpleStatementLine([m.ZeroOrMore(), m.Return()])
 _STRING = m.SimpleString() | m.FormattedString()
 #: What a file begins with: imports, docstrings and the like.
 _IMPORTS = m.SimpleStatementLine([m.AtLeastN(m.Import() | m.ImportFrom(), n=1)])
@@ -52,10 +50,10 @@ def _statements(syntax: Syntax, call: cst.Call) -> list[cst.BaseStatement]:
     body = list(block.body)
     body = body[body.index(first) :]
     for index, statement in enumerate(body):
-        if m.findall(statement, _BACKWARD):
+        if m.findall(statement, m.Call(m.Attribute(attr=m.Name("backward")))):
             refuse(index == 0, f"forward and backward share line {syntax.line(first)}: write them apart")
             return _up_to_loss(syntax, body[:index], statement)
-    if not m.matches(body[-1], _RETURN):
+    if not m.matches(body[-1], m.SimpleStatementLine([m.ZeroOrMore(), m.Return()])):
         raise RefusedError("it is not clear where the loss ends: there is no backward() in the same block")
     return body
 
