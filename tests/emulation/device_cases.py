@@ -138,6 +138,18 @@ case("mixing raises")(lambda: raised(lambda: unknown(3) + torch.ones(3))[:59])
 case("sparse sums are refused")(lambda: raised(lambda: 1 + torch.eye(3).to_sparse().cuda())[:43])
 
 
+@case("nested tensors are the host's")
+def _():
+    parts = [torch.ones(n, 4) for n in (2, 3)]
+    nested = torch.nested.nested_tensor
+    refused = [
+        lambda: nested(parts).cuda(),
+        lambda: nested(parts, device="cuda"),
+        lambda: nested([each.cuda() for each in parts]),
+    ]
+    return [list(nested(parts).to_padded_tensor(0.0).cuda().shape), [raised(each)[:30] for each in refused]]
+
+
 @case("sparse product")
 def _():
     weight = torch.nn.Parameter(torch.ones(3, 2, device="cuda"))

@@ -42,6 +42,7 @@ def _answers() -> dict[str, Any]:
         "cpu stays real": 10.0,
         "mixing raises": "RuntimeError: Expected all tensors to be on the same device",
         "sparse sums are refused": "CaptureError: add.Tensor of a sparse tensor",
+        "nested tensors are the host's": [[2, 3, 4], ["CaptureError: a nested tensor "] * 3],
         "sparse product": ["cuda:0", [5, 2], [3, 2]],
         "made of its parts": [3, False, [[2, 3], [2, 3]], [4, 2], "CaptureError: the gradient of a spar"],
         "made sparse": [[6, True, [5, 3]], [6, True, [5, 3]]],
