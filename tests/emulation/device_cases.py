@@ -353,6 +353,22 @@ def _():
     return [list(scores.grad.shape), {kind: COPIES.count(kind) for kind in sorted(COPIES)}]
 
 
+@case("written part by part")
+def _():
+    """Memory that nobody has written to is known once it is, and what is unknown is none of it."""
+    lengths = torch.tensor([3, 12, 5])
+    packed = nn.utils.rnn.pack_padded_sequence(gpu(3, 12, 8), lengths, batch_first=True, enforce_sorted=False)
+    again = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[1]
+    parts = torch.empty(4, dtype=torch.int64, device="cuda")
+    parts[:2], parts[2:] = 7, torch.tensor([1, 2]).cuda()
+    mixed = torch.empty(2, dtype=torch.int64, device="cuda")
+    mixed[:1] = unknown(1 << 10, 8).argmax()
+    mixed[1:] = 9
+    unread = torch.empty(2, dtype=torch.int64, device="cuda")
+    states = [(bool(each.value.state.lost), each.value.state.assumed) for each in (parts, mixed, unread)]
+    return [again.tolist(), parts.tolist(), states]
+
+
 @case("packed")
 def _():
     packed = nn.utils.rnn.pack_padded_sequence(unknown(3, 12, 8), torch.tensor([12, 5, 3]), batch_first=True)

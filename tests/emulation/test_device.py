@@ -91,6 +91,7 @@ def _answers() -> dict[str, Any]:
         "numbers of the host": [True, False],
         # The targets and the lengths that the GPU has; three tables for each pass, one for the mean.
         "ctc": [[50, 4, 20], {"to_gpu": 7, "to_host": 2}],
+        "written part by part": [[3, 12, 5], [7, 7, 1, 2], [[False, False], [False, True], [True, False]]],
         "packed": [20, 8],
         "checkpoint": [4, 4],
         "inference mode": [2, 5],
