@@ -352,7 +352,8 @@ class Values:
         for each in written:
             if isinstance(each, CudaTensor) and each.value is not None:
                 each.value.state.assumed |= assumed
-                each.value.state.lost |= not (is_done or name == _TAKEN_FOR_FINITE)
+                if not (is_done or name == _TAKEN_FOR_FINITE):
+                    each.value.state.lost = True
         return [None] * len(outs)
 
     def _make_room(self, tensor: torch.Tensor) -> None:
