@@ -685,7 +685,7 @@ def work(name: str, way: str, options: argparse.Namespace) -> None:
     others = [
         part
         for change in plan.first(len(plan.fixes))
-        for part in change.parts
+        for part in change.changes or (change,)
         if ("cuda_graph", True) not in part.options
     ]
     loaded = load_model(MODELS[name], "cpu", options.device == "cpu")

@@ -71,8 +71,8 @@ def compile_model(context: Context) -> Found:
 
     Taken up when the other fixes are made, where the step as the compiler would make it is predicted to be
     faster, with the changes that only a compiled model calls for
-    (:class:`~tilefit.fixes.changes.fix.Several`); the others are then priced once more, on top of it. Its
-    gain is the fusion of streaming operations and the compiler's own padding of misaligned products;
+    (:meth:`~tilefit.fixes.changes.fix.ChangeSet.together`); the others are then priced once more, on top of
+    it. Its gain is the fusion of streaming operations and the compiler's own padding of misaligned products;
     convolutions it does not pad. What runs as it was written under the compiler (``fuse-attention``,
     ``merge-projections``) is priced so.
 

@@ -23,7 +23,7 @@ from tilefit.cost.fusion import fuse
 from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes.changes.edits import Edits
-from tilefit.fixes.changes.fix import ChangeSet, Context, Fix, RefusedError, Several, Stage
+from tilefit.fixes.changes.fix import ChangeSet, Context, Fix, RefusedError, Stage
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.settings import is_fused, like
 from tilefit.fixes.planning.measuring import Gain, require_cuda, step_times_s
@@ -357,11 +357,11 @@ class _Planner:
     def _called_for(self, proposal: Proposal, after: _State) -> list[Proposal]:
         """A way to run the whole program once more, with the changes of the model that only it calls for: it
         is not to be judged without them."""
-        if proposal.fix.stage != Stage.RUN or isinstance(proposal.change, Several):
+        if proposal.fix.stage != Stage.RUN or proposal.change.changes:
             return []
         # What the model calls for as it is run now was priced before.
         first = [each.change for each in self._proposals(after, Stage.MODEL) if each.key not in self._gains]
-        together = Proposal(proposal.fix, Several.of(*first, proposal.change))
+        together = Proposal(proposal.fix, ChangeSet.together(*first, proposal.change))
         return [together] if first and together.key not in self._unfit else []
 
     def _tried(self, before: _State, proposal: Proposal, why: str = "{}") -> _State | None:
@@ -449,7 +449,8 @@ class _Planner:
 
             def fails(count: int, compare: _Compare = compare, reasons: dict[int, str] = reasons) -> bool:
                 """Whether the first changes are not proven, and why."""
-                changes = [part for each in made[:count] for part in each.change.parts if part.modules]
+                parts = [part for each in made[:count] for part in each.change.changes or (each.change,)]
+                changes = [part for part in parts if part.modules]
                 names = [each.fix.name for each in made[:count] if each.change.modules]
                 reasons[count] = ""
                 if changes:
@@ -489,7 +490,7 @@ class _Planner:
         fixes = []
         for (before, after), measured_s in zip(pairwise(self.states), saved_s, strict=True):
             fix, change = after.made[-1]
-            how = fix.name, fix.level, fix.rules, change.modules, change.summary
+            how = fix.name, fix.level, fix.rules, change.modules, change.words
             in_fp64, on_gpu = (*(proofs if change.modules else ()), None, None)[:2]
             fixes.append(AppliedFix(*how, *_gain(before, after), in_fp64, on_gpu, measured_s))
         done = {(each.name, each.modules) for each in fixes}
