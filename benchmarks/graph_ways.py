@@ -2,13 +2,12 @@
 
     PYTHONPATH=src python benchmarks/graph_ways.py --out DIR --budget-s 290
 
-The ways are the fix ``cuda-graph``; ``torch.compile(backend="cudagraphs")``, as it is and with buffers that
-are written in the graph; a backend of our own that gives AOTAutograd's graphs to the same CUDA graph trees;
-and ``mode="reduce-overhead"``. Compiled ones return copies, of outputs and gradients (but for ``-bare``).
-First each way has a process that tries it in many situations against the plain model:
-``DIR/situations.jsonl``. Then, model by model, steps run eagerly and in that way in turn, with the other
-fixes of the plan: ``DIR/rows.jsonl``. What was expected before anything was measured:
-``results/graph_ways_predicted.json``.
+The ways are the fix ``cuda-graph`` (today); ``torch.compile(backend="cudagraphs")``, as it is and with
+buffers that are written in the graph (stock); and ``mode="reduce-overhead"``. Compiled ones return copies,
+of outputs and gradients, as the fix ``compile`` does (but for ``-bare``). First each way has a process that
+tries it in many situations against the plain model: ``DIR/situations.jsonl``. Then, model by model, steps
+run eagerly and in some of these ways in turn, with the other fixes of the plan: ``DIR/rows.jsonl``. What
+was expected before anything was measured: ``results/graph_ways_predicted.json``.
 """
 
 from __future__ import annotations
@@ -36,93 +35,21 @@ import torch.nn.functional as F
 from compiled_steps import ROW, WORK, Session, lock_benchmarks, patiently, session_arguments, when_called
 from fix_gain import MODELS, Variant, load_model, planned, synchronize, timed
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tilefit.fixes.changes.hooks import has_hooks
 from tilefit.fixes.changes.run import Run
-from tilefit.fixes.kinds.cuda_graph import GRAPH, _copies
-from tilefit.fixes.kinds.settings import _called
+from tilefit.fixes.kinds.cuda_graph import GRAPH
+from tilefit.fixes.kinds.settings import REDUCE_OVERHEAD, _called, _with_copies
 from tilefit.measure.launch import launch_scale
 
-WAYS = ("today", "stock", "stock-in-place", "aten", "reduce-overhead", "reduce-overhead-bare")
-TIMED = ("mobilenet-v3-nchw", "odd-mlp", "densenet", "resnext", "efficientnet-nhwc")
+WAYS = ("today", "stock", "stock-in-place", "reduce-overhead", "reduce-overhead-bare")
+TIMED = ("mobilenet-v3-nchw", "odd-mlp", "odd-cnn", "resnext", "efficientnet-nhwc")
 #: Largest relative error that counts as rounding.
 CLOSE, CLOSE_IN_HALF = 2e-3, 5e-2
 
 
 # ---- the ways ------------------------------------------------------------------------------------
-
-
-def kept(model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled call whose outputs and gradients stay what they are when the graphs are replayed.
-
-    Where the model got hooks, it is the call as it was.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if has_hooks(model):
-            return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        outputs = compiled(*args, **kwargs)
-        given = {id(leaf) for leaf in (*args, *kwargs.values())}
-        nodes = {
-            leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn
-        }
-        for node in nodes:
-            node.register_hook(_kept_gradients)
-        return tree_map_only(torch.Tensor, lambda leaf: leaf if id(leaf) in given else leaf.clone(), outputs)
-
-    return call
-
-
-def _kept_gradients(gradients: Any, _: Any) -> Any:
-    copies = iter(_copies([gradient for gradient in gradients if gradient is not None]))
-    return tuple(None if gradient is None else next(copies) for gradient in gradients)
-
-
-def aten(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """A backend: PyTorch's own kernels of the forward and of the backward graph, replayed."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.cudagraphs import find_input_mutations, get_device_node_mapping
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._guards import TracingContext
-    from torch._inductor.cudagraph_trees import cudagraphify_impl
-    from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes, get_placeholder_info
-    from torch._inductor.utils import count_tangents, get_first_incompatible_cudagraph_node
-
-    def replayed(made: Any, given: Any, *, is_backward: bool = False, is_inference: bool = False) -> Any:
-        run = boxed_nop(made, given)
-        devices = get_device_node_mapping(made)
-        if check_multiple_devices_or_any_cpu_nodes(devices) or get_first_incompatible_cudagraph_node(made):
-            print("not replayed", file=sys.stderr)
-            return run
-        if is_backward:
-            static = list(range(count_tangents(made)))
-        else:
-            context = TracingContext.try_get()
-            assert context is not None
-            assert context.fw_metadata is not None
-            static = list(context.fw_metadata.static_input_indices)
-        call = cudagraphify_impl(
-            run,
-            given,
-            static,
-            device_index=next(iter(devices)).index,
-            is_backward=is_backward,
-            is_inference=is_inference,
-            placeholders=get_placeholder_info(made.graph),
-            mutated_input_idxs=tuple(find_input_mutations(made.graph)),
-        )
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
-
-    backend = aot_autograd(
-        fw_compiler=replayed,
-        bw_compiler=partial(replayed, is_backward=True),
-        inference_compiler=partial(replayed, is_inference=True),
-        keep_inference_input_mutations=True,
-    )
-    return backend(graph, inputs)
 
 
 def prepare(way: str) -> None:
@@ -134,17 +61,13 @@ def prepare(way: str) -> None:
 
 def replay(model: nn.Module, way: str) -> None:
     """Let a model run in that way."""
-    on_cpu = next(model.parameters()).device.type == "cpu"
     if way == "today":
         GRAPH.apply(Run(model))
         return
-    how: dict[str, Any] = {"backend": "aot_eager"} if on_cpu else {"mode": "reduce-overhead"}
-    if not on_cpu and way.startswith("stock"):
-        how = {"backend": "cudagraphs"}
-    if not on_cpu and way == "aten":
-        how = {"backend": aten}
-    compiled = torch.compile(_called(model), **how)
-    model._compiled_call_impl = compiled if way.endswith("bare") else kept(model, compiled)
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    how = {"backend": "cudagraphs"} if way.startswith("stock") else {"mode": REDUCE_OVERHEAD}
+    compiled = torch.compile(_called(model), **({"backend": "aot_eager"} if on_cpu else how))
+    model._compiled_call_impl = compiled if way.endswith("bare") else _with_copies(compiled)
 
 
 # ---- the situations --------------------------------------------------------------------------------
@@ -633,9 +556,11 @@ def verdict(expected: Any, found: Any, limit: float) -> tuple[str, float]:
             error = float("inf") if error != error else error
         else:
             error = 0.0 if a == b or a is b else float("inf")
-        if error > worst:
-            worst, where = error, name
-    if worst > limit:
+            name = f"{name} ({b[:200]})" if isinstance(b, str) else name
+        if error > limit and not where:
+            where = name
+        worst = max(worst, error)
+    if where:
         return f"DIFFERS first at {where}" + (f", then {raises}" if raises else ""), worst
     if raises and not raised:
         return f"raises {raises}", worst
@@ -676,10 +601,9 @@ def try_out(way: str, device: str, out: Path, only: str) -> None:
 # ---- what they gain --------------------------------------------------------------------------------
 
 
-def work(name: str, way: str, options: argparse.Namespace) -> None:
-    """Compile, wait for the turn, time eager steps and those of the way in turn, and print the row."""
+def work(name: str, ways: list[str], options: argparse.Namespace) -> None:
+    """Compile, wait for the turn, time eager steps and those of the ways in turn, and print the row."""
     torch.set_num_threads(1)
-    prepare(way)
     lock_benchmarks()
     plan = pickle.loads((WORK / f"plan_{name}").read_bytes())
     others = [
@@ -689,16 +613,18 @@ def work(name: str, way: str, options: argparse.Namespace) -> None:
         if ("cuda_graph", True) not in part.options
     ]
     loaded = load_model(MODELS[name], "cpu", options.device == "cpu")
-    found: list[tuple[list[Variant], float]] = []
+    found: list[tuple[list[Variant], list[float]]] = []
 
     def compiled() -> None:
         torch._dynamo.reset()
-        variants = [Variant(each, loaded, MODELS[name], others, options.device) for each in ("eager", way)]
-        replay(variants[1].run.model, way)
-        start = time.perf_counter()
-        variants[1].step()
-        synchronize(options.device)
-        first_s = time.perf_counter() - start
+        variants = [Variant(each, loaded, MODELS[name], others, options.device) for each in ("eager", *ways)]
+        first_s = []
+        for way, variant in zip(ways, variants[1:], strict=True):
+            replay(variant.run.model, way)
+            start = time.perf_counter()
+            variant.step()
+            synchronize(options.device)
+            first_s.append(round(time.perf_counter() - start, 1))
         for variant in variants:
             with variant.flags():
                 for _ in range(4):
@@ -711,13 +637,13 @@ def work(name: str, way: str, options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
     ((variants, first_s),) = found
     row = {
-        "model": f"{name}/{way}",
-        "compile_s": round(first_s, 1),
+        "model": name,
+        "ways": ["eager", *ways],
+        "first_step_s": first_s,
         "fixes": [f["name"] for f in plan.row["fixes"]],
     }
     with when_called():
         timed(row, variants, options)
-        row["speedup"] = row["wall_ms"][0] / row["wall_ms"][1]
         if options.device == "cuda":
             row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         print(ROW + json.dumps(row), flush=True)
@@ -734,9 +660,9 @@ def try_and_wait(way: str, options: argparse.Namespace) -> None:
 def shown(row: dict[str, Any]) -> str:
     if "wall_ms" not in row:
         return f"{row['number']} situations"
-    walls = " -> ".join(f"{wall_ms:.2f}" for wall_ms in row["wall_ms"])
-    memory = " -> ".join(f"{gib:.2f}" for gib in row.get("step_gib", ()))
-    return f"{row['speedup']:6.3f}  {walls} ms  compiled in {row['compile_s']} s  {memory} GiB"
+    of_ways = zip(row["ways"], row["wall_ms"], row.get("gpu_ms", row["wall_ms"]), strict=True)
+    walls = ", ".join(f"{way} {wall_ms:.2f} (GPU {gpu_ms:.2f})" for way, wall_ms, gpu_ms in of_ways)
+    return f"{walls} ms; first steps {row['first_step_s']} s"
 
 
 def table(out: Path) -> Iterator[str]:
@@ -766,7 +692,7 @@ def main() -> None:
     began = time.perf_counter()
     if options.worker:
         kind, _, way = options.worker.partition("/")
-        try_and_wait(way, options) if kind == "situations" else work(kind, way, options)
+        try_and_wait(way, options) if kind == "situations" else work(kind, way.split("+"), options)
         return
     WORK.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -784,9 +710,8 @@ def main() -> None:
     of_all, options.budget_s = options.budget_s, options.situations_s
     Session([f"situations/{way}" for way in ways if options.only != "-"], options, command, shown).finish()
     options.budget_s = of_all - (time.perf_counter() - began)
-    labels = [f"{name}/{way}" for name in names for way in ways if not way.endswith("bare")]
-    labels.sort(key=lambda label: label.endswith("in-place"))  # what decides comes first
-    Session(labels, options, command, shown).finish()
+    together = "+".join(way for way in ways if not way.endswith("in-place"))
+    Session([f"{name}/{together}" for name in names], options, command, shown).finish()
     for line in table(options.out):
         print(line)
 
