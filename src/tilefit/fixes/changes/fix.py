@@ -150,7 +150,7 @@ class Refusal:
 Found = Iterable[ChangeSet | Refusal]
 
 
-@dataclass
+@dataclass(eq=False)
 class Fix:
     """A fix answers the findings of some rules by changing the model or the way it is run.
 

@@ -238,10 +238,6 @@ class Proposal(NamedTuple):
     fix: Fix
     change: ChangeSet
 
-    @property
-    def key(self) -> tuple[str, ChangeSet]:
-        return self.fix.name, self.change
-
 
 @dataclass(frozen=True, slots=True)
 class _State:
@@ -283,8 +279,8 @@ class _Planner:
     say: Say
     refused: dict[RefusedFix, None] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
-    _gains: dict[tuple[str, ChangeSet], float] = field(default_factory=dict)
-    _unfit: set[tuple[str, ChangeSet]] = field(default_factory=set)
+    _gains: dict[Proposal, float] = field(default_factory=dict)
+    _unfit: set[Proposal] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         #: As the model was, and with each change on top.
@@ -305,24 +301,23 @@ class _Planner:
         return any(self._best_taken(stage) for stage in (Stage.MODEL, Stage.RUN))
 
     def _best_taken(self, stage: Stage) -> bool:
-        waiting = {each.key: each for each in self._proposals(self.now, stage)}
-        tried: dict[tuple[str, ChangeSet], _State] = {}
+        waiting = dict.fromkeys(self._proposals(self.now, stage))
+        tried: dict[Proposal, _State] = {}
         while waiting:
-            best = max(waiting, key=lambda key: self._gains.get(key, float("inf")))
-            proposal = waiting[best]
+            best = max(waiting, key=lambda each: self._gains.get(each, float("inf")))
             if best in tried:
                 del waiting[best]
-                if self._is_worth(proposal, tried[best]):
+                if self._is_worth(best, tried[best]):
                     self.states.append(tried[best])
                     # Beside what was made since it may pay where it did not.
-                    mine = proposal.fix.name, proposal.change.modules
+                    mine = best.fix.name, best.change.modules
                     self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
                     return True
-            elif (after := self._tried(self.now, proposal)) is None:
+            elif (after := self._tried(self.now, best)) is None:
                 del waiting[best]
             else:
                 tried[best], self._gains[best] = after, _gain(self.now, after)[0]
-                waiting |= {each.key: each for each in self._called_for(proposal, after)}
+                waiting |= dict.fromkeys(self._called_for(best, after))
         return False
 
     def fit(self) -> None:
@@ -344,12 +339,12 @@ class _Planner:
         context = self._context(state)
         changed = {path for made in state.made for path in made.change.modules}
         # With ``min_gain`` below zero a change that gains nothing the second time would be made for ever.
-        done = self._unfit.union(made.key for made in state.made)
+        done = self._unfit.union(state.made)
         for fix in self.fixes:
             for found in fix.find(context) if fix.stage == stage else ():
                 if isinstance(found, ChangeSet):
-                    if (fix.name, found) not in done:
-                        yield Proposal(fix, found)
+                    if (proposal := Proposal(fix, found)) not in done:
+                        yield proposal
                 # What another fix has changed is not refused.
                 elif not changed.intersection(found.modules):
                     self._refuse(fix.name, found.modules, found.reason)
@@ -360,9 +355,9 @@ class _Planner:
         if proposal.fix.stage != Stage.RUN or proposal.change.changes:
             return []
         # What the model calls for as it is run now was priced before.
-        first = [each.change for each in self._proposals(after, Stage.MODEL) if each.key not in self._gains]
+        first = [each.change for each in self._proposals(after, Stage.MODEL) if each not in self._gains]
         together = Proposal(proposal.fix, ChangeSet.together(*first, proposal.change))
-        return [together] if first and together.key not in self._unfit else []
+        return [together] if first and together not in self._unfit else []
 
     def _tried(self, before: _State, proposal: Proposal, why: str = "{}") -> _State | None:
         """The run with a change on top; None where that cannot be: ``why``, around the reason."""
@@ -470,7 +465,7 @@ class _Planner:
 
     def reject(self, proposal: Proposal, reason: str) -> None:
         """Leave a change out for good."""
-        self._unfit.add(proposal.key)
+        self._unfit.add(proposal)
         self._refuse(proposal.fix.name, proposal.change.modules, reason)
 
     def _refuse(self, name: str, modules: tuple[str, ...], reason: str) -> None:
