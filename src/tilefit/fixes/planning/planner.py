@@ -277,7 +277,8 @@ class _Planner:
     #: The step is priced on these, too: what is measured here need not pay on other hosts.
     hosts: tuple[float, ...]
     say: Say
-    refused: dict[RefusedFix, None] = field(default_factory=dict)
+    #: By fix and modules the last reason: what is refused now may be made beside other changes.
+    refused: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
     _gains: dict[Proposal, float] = field(default_factory=dict)
     _unfit: set[Proposal] = field(default_factory=set)
@@ -309,9 +310,6 @@ class _Planner:
                 del waiting[best]
                 if self._is_worth(best, tried[best]):
                     self.states.append(tried[best])
-                    # Beside what was made since it may pay where it did not.
-                    mine = best.fix.name, best.change.modules
-                    self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
                     return True
             elif (after := self._tried(self.now, best)) is None:
                 del waiting[best]
@@ -469,7 +467,7 @@ class _Planner:
         self._refuse(proposal.fix.name, proposal.change.modules, reason)
 
     def _refuse(self, name: str, modules: tuple[str, ...], reason: str) -> None:
-        self.refused.setdefault(RefusedFix(name, modules, reason))
+        self.refused[name, modules] = reason
 
     # ---- the plan ------------------------------------------------------------------------------
 
@@ -491,13 +489,13 @@ class _Planner:
         done = {(each.name, each.modules) for each in fixes}
         whole = {fix.name for fix in self.fixes if fix.stage == Stage.RUN}
         if whole.intersection(each.name for each in fixes):
-            done |= {(each.name, each.modules) for each in self.refused if each.name in whole}
+            done |= {(name, modules) for name, modules in self.refused if name in whole}
         return Plan(
             model=self.run.model,
             run=self.run,
             gpu=self.gpu.name,
             fixes=tuple(fixes),
-            refused=tuple(each for each in self.refused if (each.name, each.modules) not in done),
+            refused=tuple(RefusedFix(*of, why) for of, why in self.refused.items() if of not in done),
             before_s=before_s,
             after_s=after_s,
             before_bytes=self.first.step.memory.peak_bytes,
