@@ -79,7 +79,7 @@ def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple
         optimizers=(f"{path}:{line_of(text, 'torch.optim')}",) if trains else (),
         models=tuple(
             Called(f"{path}:{end}", *((f"{path}:{end_of(text, 'torch.optim')}", name) if name else ()))
-            for call, name in (("model(", "model" if trains else ""), ("teacher(", ""))
+            for call, name in (("model(", "model" if trains else ""), ("self.model(", ""), ("teacher(", ""))
             if (end := end_of(text, call))
         ),
     )
@@ -170,6 +170,46 @@ def test_weights_are_clamped_at_once() -> None:
         exec(code, {"torch": torch, "critic": critic, "bound": 0.1})
     assert "_foreach_clamp_max_" in code
     assert all(map(torch.equal, *(critic.parameters() for critic in critics)))
+
+
+_TRAINER = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, loader):
+        self.model = model.to(device)
+        self.optimizer = made(self.model, "torch.optim.AdamW")
+
+    def run(self):
+        for x, y in self.loader:
+            loss = self.model(x, y)
+            total += loss.item()
+
+class Other:
+    def __init__(self, model):
+        self.net = model
+
+loader = DataLoader(data)
+"""
+
+
+def test_a_model_of_a_class_is_compiled_where_its_constructor_names_it(tmp_path: Path) -> None:
+    made = "        self.model = model.to(device)\n"
+    level, text = written(tmp_path, "NTC001", _TRAINER, "torch.optim")
+    assert (level, text) == ("safe", _TRAINER.replace(made, f"{made}        self.model.compile()\n"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.net = model", "self.model = model"),
+        ("        self.model = model.to(device)\n", "        if device:\n            self.model = model\n"),
+    ],
+)
+def test_a_model_that_a_class_may_name_elsewhere_is_left(tmp_path: Path, old: str, new: str) -> None:
+    assert old in _TRAINER
+    with pytest.raises(RefusedError, match="not made there"):
+        written(tmp_path, "NTC001", _TRAINER.replace(old, new), "torch.optim")
 
 
 def test_a_model_is_compiled_before_its_optimizer_is_returned(tmp_path: Path) -> None:

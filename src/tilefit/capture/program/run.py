@@ -215,7 +215,7 @@ class _Capture(Listener):
         self.window, self.options, self.around, self._modes = Window(modes), options, around, modes
         self.done, self.keep, self.told = done, keep, told
         self.finder = StepFinder(options.skip, options.steps, self)
-        self.made, self.lines = modes.sites.made_here, modes.sites.source_stack  # type: ignore[method-assign]
+        self.lines = modes.sites.source_stack  # type: ignore[method-assign]
         modes.meetings.on_capture, modes.meetings.on_captured = self.finder.capturing, self.finder.captured
         #: Of what trains nothing, the first call of its model.
         self._first: Step | TilefitError | None = None
@@ -307,8 +307,7 @@ class _Capture(Listener):
     def _step(self) -> Step:
         name = self.options.program
         command = " ".join([name, *self.options.command])
-        finder = self.finder
-        step = self.window.step(name, command, finder.stepped, finder.taken, finder.made)
+        step = self.window.step(name, command, self.finder.stepped, self.finder.taken)
         with _disable_current_modes():
             loaders = self.around.loaders.of_step()
         program = replace(
@@ -317,10 +316,10 @@ class _Capture(Listener):
             fake=tuple(self.around.sources.found),
             network=self.options.network,
         )
-        first = self._first if finder.infers and finder.began_with_it else None
+        first = self._first if self.finder.infers and self.finder.began_with_it else None
         if isinstance(first, Step) and first.inputs != step.inputs:
             step = replace(step, prompt=first)
-        notes = [*finder.notes, *([_CUT] if self._cut else [])]
+        notes = [*self.finder.notes, *([_CUT] if self._cut else [])]
         return replace(step, program=program, notes=(*step.notes, *notes))
 
 

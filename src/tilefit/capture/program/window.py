@@ -6,7 +6,7 @@ import gc
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -27,7 +27,7 @@ from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.repeats import Repeats
 from tilefit.capture.program.words import described
-from tilefit.capture.sites import Made, called
+from tilefit.capture.sites import called, made_at
 from tilefit.capture.trees import tensors, untransformed
 from tilefit.cost.uncompiled import COMPILED_SHARE
 from tilefit.emulation.tensor import CudaTensor
@@ -197,14 +197,7 @@ class Window:
             self._call, self._is_trained = call, call.learns
         self._reached = True
 
-    def step(
-        self,
-        name: str,
-        command: str,
-        stepped: list[torch.optim.Optimizer],
-        steps: int,
-        made: Sequence[Made] = (),
-    ) -> Step:
+    def step(self, name: str, command: str, stepped: list[torch.optim.Optimizer], steps: int) -> Step:
         """The step, which ends here.
 
         Args:
@@ -212,7 +205,6 @@ class Window:
             command: As the program was started.
             stepped: The optimizers that stepped in it.
             steps: How many of theirs were run.
-            made: Where they were made.
 
         Raises:
             CaptureError: a part of it was not seen.
@@ -252,8 +244,8 @@ class Window:
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
-            optimizers=tuple(dict.fromkeys(each.line for each in made)),
-            models=tuple(self._models_called(call, made)),
+            optimizers=tuple(dict.fromkeys(map(made_at, stepped))),
+            models=tuple(self._models_called(call, stepped)),
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
             host_work=tuple((+modes.meetings.host_work).items()),
@@ -264,15 +256,15 @@ class Window:
         )
         return replace(step, program=program, batch=batch * passes // self._beams)
 
-    def _models_called(self, call: _Call | None, made: Sequence[Made]) -> Iterator[Called]:
-        """That of a call, and the others that have parameters, as they are called beside the optimizers."""
+    def _models_called(self, call: _Call | None, stepped: list[torch.optim.Optimizer]) -> Iterator[Called]:
+        """That of a call, and the others that have parameters."""
         places = {} if call is None else {call.module: call.place}
         for number, (model, place) in self._models.items():
             if any(True for _ in model.parameters()):
                 places.setdefault(number, place)
         for number, place in places.items():
             model, _ = self._models.get(number, (nn.Module(), ""))
-            yield called(model, place, made)
+            yield called(model, place, stepped)
 
 
 def second(modes: ProgramModes, run: Callable[[], Any], name: str, *, steps: int = 2) -> Step:
