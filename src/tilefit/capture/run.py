@@ -16,7 +16,7 @@ from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import made_optimizer
-from tilefit.capture.sites import made_at
+from tilefit.capture.sites import called, made_at
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import StepKeywords, StepOptions
@@ -104,7 +104,8 @@ def capture(
     )
     step = modes.step(settings, name or function or type(model).__name__, inputs, notes)
     made = dict.fromkeys(map(made_at, modes.steps.known)) if function else ()
-    program = replace(step.program, optimizers=tuple(made), models=tuple(modes.sites.calls))
+    models = (called(module, place, modes.steps.known) for module, place in modes.sites.calls)
+    program = replace(step.program, optimizers=tuple(made), models=tuple(models))
     return replace(step, program=program)
 
 
