@@ -51,8 +51,9 @@ def replay_graphs(context: Context) -> Found:
     The same function: a graph replays kernels, not Python, so only models built of the modules of PyTorch,
     torchvision and timm are changed, whose Python does the same in every call. A call runs as it always did
     where anything is not as it was captured (sizes, element types, autocast, training mode, hooks, exchanged,
-    moved or frozen parameters), where the output of the call before still waits for its backward pass, and
-    on the CPU. Dropout draws other random numbers.
+    moved or frozen parameters), where the output of the call before still waits for its backward pass, where
+    it returns several tensors with gradients or writes to what it is given, and on the CPU. Dropout draws
+    other random numbers.
 
     What it costs: the activations of a captured call stay allocated (at most four sizes are captured). A
     second derivative is an error, and so is a second backward pass through one call (``retain_graph=True``).
@@ -272,6 +273,7 @@ class _Captured:
         self.inputs = [leaf for leaf in (*own_args, *own_kwargs.values()) if isinstance(leaf, torch.Tensor)]
         self.sources = [*(leaf for leaf in self.inputs if leaf.requires_grad), *leaves]
         self.trained = trained
+        versions = [each._version for each in self.inputs]
         #: Of the call whose backward pass may come: it lives as long as its node.
         self.ticket: weakref.ref[_Ticket] | None = None
 
@@ -292,6 +294,11 @@ class _Captured:
                 outputs = tree_flatten(run())[0]
                 if not all(isinstance(output, torch.Tensor) for output in outputs):
                     raise RuntimeError("it returns something that is no tensor")
+                if sum(output.requires_grad for output in outputs) > 1:
+                    # Parameters of one that no loss is made of get no gradient, and not one of zeros.
+                    raise RuntimeError("it returns several tensors with gradients")
+                if [each._version for each in self.inputs] != versions:
+                    raise RuntimeError("it writes to what it is given")
                 self._gradients(outputs, [torch.zeros_like(o) for o in outputs if o.requires_grad])
             del outputs
         torch.cuda.current_stream().wait_stream(stream)
