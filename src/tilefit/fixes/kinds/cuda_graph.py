@@ -269,7 +269,8 @@ class _Captured:
     def __init__(
         self, forward: Any, args: Any, kwargs: Any, leaves: list[nn.Parameter], trained: list[nn.Parameter]
     ) -> None:
-        own_args, own_kwargs = tree_map_only(torch.Tensor, _own, (args, kwargs))
+        with torch.inference_mode(False):  # where tensors know when they are written to
+            own_args, own_kwargs = tree_map_only(torch.Tensor, _own, (args, kwargs))
         self.inputs = [leaf for leaf in (*own_args, *own_kwargs.values()) if isinstance(leaf, torch.Tensor)]
         self.sources = [*(leaf for leaf in self.inputs if leaf.requires_grad), *leaves]
         self.trained = trained
@@ -299,7 +300,7 @@ class _Captured:
                     raise RuntimeError("it returns several tensors with gradients")
                 if [each._version for each in self.inputs] != versions:
                     raise RuntimeError("it writes to what it is given")
-                self._gradients(outputs, [torch.zeros_like(o) for o in outputs if o.requires_grad])
+                self._gradients(outputs)
             del outputs
         torch.cuda.current_stream().wait_stream(stream)
 
@@ -316,19 +317,11 @@ class _Captured:
         self.differentiable = [output.requires_grad for output in self.outputs]
         self.outputs = [output.detach() for output in self.outputs]
 
-    def _gradients(
-        self, outputs: list[torch.Tensor], output_gradients: list[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        if not output_gradients:
-            return []
-        return list(
-            torch.autograd.grad(
-                [output for output in outputs if output.requires_grad],
-                self.sources,
-                output_gradients,
-                allow_unused=True,
-            )
-        )
+    def _gradients(self, outputs: list[torch.Tensor], given: Sequence[torch.Tensor] = ()) -> Any:
+        """Of all sources, from ``given`` ones of outputs, or zeros."""
+        graded = [output for output in outputs if output.requires_grad]
+        given = given or [torch.zeros_like(output) for output in graded]
+        return torch.autograd.grad(graded, self.sources, given, allow_unused=True) if graded else ()
 
     def is_waiting(self) -> bool:
         """Whether the activations of the last replay may still be needed."""
