@@ -205,9 +205,75 @@ def test_of_parts_of_a_model_that_is_called_the_model_is_compiled(
     )
 
 
-def test_of_groups_of_many_models_none_is_taken(tmp_path: Path) -> None:
-    groups = "groups = [p for each in models for p in each.parameters()]\noptimizer ="
-    text = _TRAIN.replace("model.parameters(), lr", "groups, lr").replace("optimizer =", groups)
+@pytest.mark.parametrize("name", ["table['torch.optim.AdamW']", "build_optimizer"])
+def test_an_optimizer_may_be_made_by_any_call(tmp_path: Path, name: str) -> None:
+    text = _TRAIN.replace("torch.optim.AdamW(", f"{name}(  # torch.optim")
+    changed = text.replace("\n)\n", "\n)\nmodel.compile()\n")
+    assert written(tmp_path, "NTC001", text, "torch.optim") == ("safe", changed)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("model.parameters(), lr", "[p for each in models for p in each.parameters()], lr"),
+        ("model.parameters(), lr", "parameters, lr"),
+        ("torch.optim.AdamW(\n    model.parameters(), lr=1e-3\n)", "build(model, 'torch.optim.AdamW')"),
+    ],
+)
+def test_where_no_optimizer_names_a_model_that_is_compiled_which_is_called(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    assert old in _TRAIN
+    text = _TRAIN.replace(old, new)
+    made = "model = build().to(device)\n"
+    changed = text.replace(made, f"{made}model.compile()\n")
+    assert written(tmp_path, "NTC001", text, "torch.optim") == ("safe", changed)
+
+
+_TRAINER = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, loader):
+        self.model = model.to(device)
+        self.optimizer = made(self.model, "torch.optim.AdamW")
+
+    def run(self):
+        for x, y in self.loader:
+            loss = self.model(x, y)
+            total += loss.item()
+
+class Other:
+    def __init__(self, model):
+        self.net = model
+
+loader = DataLoader(data)
+"""
+
+
+def test_a_model_of_a_class_is_compiled_where_its_constructor_names_it(tmp_path: Path) -> None:
+    made = "        self.model = model.to(device)\n"
+    level, text = written(tmp_path, "NTC001", _TRAINER, "torch.optim")
+    assert (level, text) == ("safe", _TRAINER.replace(made, f"{made}        self.model.compile()\n"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.net = model", "self.model = model"),
+        ("        self.model = model.to(device)\n", "        if device:\n            self.model = model\n"),
+    ],
+)
+def test_a_model_that_a_class_may_name_elsewhere_is_left(tmp_path: Path, old: str, new: str) -> None:
+    assert old in _TRAINER
+    with pytest.raises(RefusedError, match="not clear what the model is called"):
+        written(tmp_path, "NTC001", _TRAINER.replace(old, new), "torch.optim")
+
+
+def test_a_model_that_no_line_names_is_left(tmp_path: Path) -> None:
+    text = _TRAIN.replace("model.parameters(), lr", "parameters, lr").replace(
+        "model = build", "models = [build]"
+    )
     with pytest.raises(RefusedError, match="not clear what the model is called"):
         written(tmp_path, "NTC001", text, "torch.optim")
 
@@ -304,8 +370,6 @@ def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any)
     [
         ("NTC003", "torch.optim", "lr=1e-3", "**settings"),
         ("NTC003", "torch.optim", "lr=1e-3", "foreach=True"),
-        ("NTC001", "torch.optim", "model.parameters(), lr", "[p for m in all for p in m.parameters()], lr"),
-        ("NTC001", "torch.optim", "model.parameters(), lr", "parameters, lr"),
         ("FOR001", "a.data.mul_", "alpha=1 - decay", "alpha=a.numel()"),
         ("FOR001", "a.data.mul_", "alpha=1 - decay", "alpha=random.random()"),
         ("FOR001", "a.data.mul_", "(decay)", "(next(decays))"),

@@ -53,14 +53,15 @@ def _capture_target(target: str, options: TargetOptions) -> Step:
     if options.weights:
         loaded = replace(loaded, **in_type(loaded.model, loaded.inputs, options.weights))
     try:
-        return capture(
-            loaded.model,
-            loaded.inputs,
-            options=options,
-            loss=loaded.loss,
-            name=loaded.name,
-            notes=loaded.notes,
-        )
+        with noting_makers():
+            return capture(
+                loaded.model,
+                loaded.inputs,
+                options=options,
+                loss=loaded.loss,
+                name=loaded.name,
+                notes=loaded.notes,
+            )
     except CaptureError as error:
         known = {CHECK_INPUTS: loaded.hint, SHORTER_INPUTS: loaded.shorter}
         error.hint = known.get(error.hint) or error.hint
@@ -245,9 +246,11 @@ def _captured(target: str, options: TargetOptions) -> Step:
     except TilefitError as error:
         if options.on_cpu or not has_source(target) or not needs_device(error):
             raise
+        from tilefit.capture.overlay import overlaid
         from tilefit.capture.program.function import capture_function
 
-        step = capture_function(target, options)
+        with overlaid(options.sources):
+            step = capture_function(target, options)
         if step is None:
             raise
         return step

@@ -16,6 +16,7 @@ from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import made_optimizer
+from tilefit.capture.sites import made_at
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import StepKeywords, StepOptions
@@ -101,7 +102,10 @@ def capture(
         channels_last=options.channels_last or modes.channels_last_seen,
         compiled=options.compile,
     )
-    return modes.step(settings, name or function or type(model).__name__, inputs, notes)
+    step = modes.step(settings, name or function or type(model).__name__, inputs, notes)
+    made = dict.fromkeys(map(made_at, modes.steps.known)) if function else ()
+    program = replace(step.program, optimizers=tuple(made), models=tuple(modes.sites.calls))
+    return replace(step, program=program)
 
 
 def _refuse_model(model: Any, train: bool) -> None:

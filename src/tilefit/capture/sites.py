@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
@@ -33,7 +33,7 @@ _FOREIGN = (
 )
 
 
-#: Where a module keeps the line that made it.
+#: Where a module or an optimizer keeps the line that made it.
 _MADE = "_tilefit_made"
 
 
@@ -50,29 +50,36 @@ def call_end(code: CodeType, instruction: int) -> tuple[int, int] | None:
 
 @contextmanager
 def noting_makers() -> Iterator[None]:
-    """Within the block every module that is made remembers the user's line that made it, or what it is in."""
+    """Within the block every module that is made remembers the user's line that made it, or what it is in;
+    every optimizer the line, be it a library's."""
 
-    def noted(module: nn.Module, *args: Any, **keywords: Any) -> None:
-        plain(module, *args, **keywords)
-        module.__dict__[_MADE] = _maker(module)
+    def noting(plain: Callable[..., None]) -> Callable[..., None]:
+        def noted(made: object, *args: Any, **keywords: Any) -> None:
+            plain(made, *args, **keywords)
+            made.__dict__[_MADE] = _maker(made)
 
-    plain = nn.Module.__init__
-    with patch.object(nn.Module, "__init__", noted):
+        return noted
+
+    kinds = nn.Module, torch.optim.Optimizer
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(patch.object(kind, "__init__", noting(kind.__init__)))
         yield
 
 
-def made_at(module: nn.Module) -> str:
-    """``file:line`` of the user's that made a module; empty where that is not known."""
-    return str(module.__dict__.get(_MADE, ""))
+def made_at(made: object) -> str:
+    """``file:line`` that made a module or an optimizer; empty where that is not known."""
+    return str(made.__dict__.get(_MADE, ""))
 
 
-def _maker(module: nn.Module) -> str:
-    """``file:line`` of the innermost frame of the user's that is not the module's own constructor."""
+def _maker(made: object) -> str:
+    """``file:line`` of the innermost frame of the user's that is not its own constructor."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith(_LOADERS):
         code = frame.f_code
-        if not (_is_foreign(code.co_filename) or library_folder(code.co_filename)):
-            own = code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is module
+        of_library = isinstance(made, nn.Module) and library_folder(code.co_filename)
+        if not (_is_foreign(code.co_filename) or of_library):
+            own = code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is made
             if not own:
                 return f"{short_path(code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
@@ -108,6 +115,8 @@ class SiteTracker:
     ) -> None:
         #: The models that ran, by what the names of their modules and parameters begin with.
         self.roots: list[tuple[str, nn.Module]] = []
+        #: Where their first calls are written (:meth:`source_call`), of those that were not named before.
+        self.calls: dict[str, None] = {}
         self._on_root = on_root
         self._on_backward, self._on_gradients = on_backward, on_gradients
         self._is_model = is_model
@@ -173,6 +182,7 @@ class SiteTracker:
 
         def entered(module: nn.Module, args: Any) -> None:
             if self._is_new(module):
+                self.calls[self.source_call()] = None
                 self.name_modules(module)
             self._stack.append(self._names.get(id(module), ""))
 

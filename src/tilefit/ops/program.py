@@ -176,7 +176,7 @@ class Ordered:
 @dataclass(frozen=True, slots=True)
 class Program:
     """The program around a step; of a model's own step, in which none was run, what it shares with one. False
-    where there is nothing to be known of it.
+    where there is nothing to be known of it but where its optimizers and models are.
 
     Attributes:
         command: As it was started, such as ``train.py --batch-size 64``; empty where none was run.
@@ -228,12 +228,17 @@ class Program:
     split: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return self != Program()
+        return replace(self, optimizers=(), models=()) != Program()
 
     @property
     def was_run(self) -> bool:
         """Whether there is one."""
         return bool(self.command)
+
+    @property
+    def calls_models(self) -> bool:
+        """Whether the step is a program's or a function's, which calls models, and no model's own."""
+        return self.was_run or bool(self.models)
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""

@@ -27,6 +27,7 @@ from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.repeats import Repeats
 from tilefit.capture.program.words import described
+from tilefit.capture.sites import made_at
 from tilefit.capture.trees import tensors, untransformed
 from tilefit.cost.uncompiled import COMPILED_SHARE
 from tilefit.emulation.tensor import CudaTensor
@@ -241,6 +242,7 @@ class Window:
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
+            optimizers=tuple(dict.fromkeys(map(made_at, stepped))),
             models=self._places(call, stepped),
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
