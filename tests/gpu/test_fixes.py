@@ -239,6 +239,26 @@ def test_a_second_backward_pass_through_one_call_is_an_error(replays: list[int])
         out.backward()
 
 
+def test_what_no_loss_is_made_of_gets_no_gradient() -> None:
+    original = nn.MultiheadAttention(64, 4).cuda()
+    model = graphed(copy.deepcopy(original))
+    for x in batches(5):
+        for which in (original, model):
+            which.zero_grad()
+            which(x[None], x[None], x[None])[1].square().sum().backward()
+        for p, q in zip(original.parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_model_that_writes_to_what_it_is_given_does() -> None:
+    model = graphed(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64)).cuda())
+    for x in batches(5):
+        given = x.clone()
+        model(given)
+        torch.testing.assert_close(given, x.relu())
+
+
 def test_threads_capture_one_after_the_other(replays: list[int]) -> None:
     original = network().eval()
     model = graphed(copy.deepcopy(original))
