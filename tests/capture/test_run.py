@@ -435,6 +435,11 @@ def test_as_many_features_as_samples_make_no_graph() -> None:
     assert capture(Graph(48), (torch.empty(64, 48), square)).batch == 0
 
 
+@pytest.mark.parametrize("sizes", [(0, 16), (4, 0, 16), (0,)])
+def test_empty_inputs_have_no_batch(sizes: tuple[int, ...]) -> None:
+    assert captured(lambda self, x: 2 * x, torch.empty(sizes, requires_grad=True)).batch == 0
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_the_batch_of_a_time_first_transformer_is_not_its_length(batch_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, batch_first=batch_first)

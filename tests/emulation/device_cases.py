@@ -138,6 +138,18 @@ case("mixing raises")(lambda: raised(lambda: unknown(3) + torch.ones(3))[:59])
 case("sparse sums are refused")(lambda: raised(lambda: 1 + torch.eye(3).to_sparse().cuda())[:43])
 
 
+@case("nested tensors are the host's")
+def _():
+    parts = [torch.ones(n, 4) for n in (2, 3)]
+    nested = torch.nested.nested_tensor
+    refused = [
+        lambda: nested(parts).cuda(),
+        lambda: nested(parts, device="cuda"),
+        lambda: nested([each.cuda() for each in parts]),
+    ]
+    return [list(nested(parts).to_padded_tensor(0.0).cuda().shape), [raised(each)[:30] for each in refused]]
+
+
 @case("sparse product")
 def _():
     weight = torch.nn.Parameter(torch.ones(3, 2, device="cuda"))
@@ -339,6 +351,22 @@ def _():
     COPIES.clear()
     nn.functional.ctc_loss(scores.log_softmax(2), targets, *lengths).backward()
     return [list(scores.grad.shape), {kind: COPIES.count(kind) for kind in sorted(COPIES)}]
+
+
+@case("written part by part")
+def _():
+    """Memory that nobody has written to is known once it is, and what is unknown is none of it."""
+    lengths = torch.tensor([3, 12, 5])
+    packed = nn.utils.rnn.pack_padded_sequence(gpu(3, 12, 8), lengths, batch_first=True, enforce_sorted=False)
+    again = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[1]
+    parts = torch.empty(4, dtype=torch.int64, device="cuda")
+    parts[:2], parts[2:] = 7, torch.tensor([1, 2]).cuda()
+    mixed = torch.empty(2, dtype=torch.int64, device="cuda")
+    mixed[:1] = unknown(1 << 10, 8).argmax()
+    mixed[1:] = 9
+    unread = torch.empty(2, dtype=torch.int64, device="cuda")
+    states = [(bool(each.value.state.lost), each.value.state.assumed) for each in (parts, mixed, unread)]
+    return [again.tolist(), parts.tolist(), states]
 
 
 @case("packed")

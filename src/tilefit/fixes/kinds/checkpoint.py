@@ -113,18 +113,10 @@ class Checkpointed(ChangeSet):
     """Modules that are computed again.
 
     Attributes:
-        saved_bytes: By which the peak of memory is predicted to fall, for words alone.
-        extra_s: GPU time of what is computed again, likewise.
+        saved_bytes: By which the peak of memory is predicted to fall.
     """
 
     saved_bytes: int = 0
-    extra_s: float = 0.0
-
-    @property
-    def summary(self) -> str:
-        what = f"Compute {len(self.modules)} modules again in the backward pass (torch.utils.checkpoint)"
-        saved = units.capacity(self.saved_bytes)
-        return f"{what}: {saved} less for {units.seconds(self.extra_s)} of GPU time."
 
     def make(self, run: Run, edits: Edits) -> None:
         ChangeSet.giving(self.modules, Checkpoint(), "").make(run, edits)
@@ -171,8 +163,12 @@ def compute_again(context: Context) -> Found:
         found = search.within(aim * budget_bytes)
         if found.modules and found.modules not in tried:
             tried.add(found.modules)
-            saved_bytes, host_s = memory.peak_bytes - found.peak_bytes, CALL_S * len(found.modules)
-            yield Checkpointed(found.modules, saved_bytes, found.extra_s, host_s=host_s)
+            saved_bytes, many = memory.peak_bytes - found.peak_bytes, len(found.modules)
+            words = (
+                f"Compute {many} modules again in the backward pass (torch.utils.checkpoint): "
+                f"{units.capacity(saved_bytes)} less for {units.seconds(found.extra_s)} of GPU time."
+            )
+            yield Checkpointed(found.modules, saved_bytes, words=words, host_s=CALL_S * many)
 
 
 def _is_fit(model: nn.Module, path: str) -> bool:
