@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from threading import Lock, local
 from typing import Any
 
@@ -19,6 +19,7 @@ from tilefit.fixes.changes.behaviour import Behaviour, behaves
 from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix
 from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.parts import compiled
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import HALVES
 from tilefit.rules.flow import linear_calls
@@ -45,12 +46,7 @@ class CompiledLoss:
             return _StandIn.apply(logits)  # type: ignore[no-any-return, no-untyped-call]
         if not logits.is_cuda or torch.compiler.is_compiling():
             return self.loss(logits, labels, *args, **kwargs)
-        return _compiled(self.loss)(logits, labels, *args, **kwargs)
-
-
-@cache
-def _compiled(loss: Loss) -> Loss:
-    return torch.compile(loss)
+        return compiled(self.loss)(logits, labels, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 class _StandIn(Function):
