@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from threading import Lock, local
+from threading import local
 from typing import Any
 
 import torch
@@ -106,44 +106,33 @@ FUSED_CROSS_ENTROPY = ChangeSet(
 _plain_cross_entropy = F.cross_entropy
 
 
+class _Here(local):
+    """How many calls of changed models this thread is in."""
+
+    depth = 0
+
+
+_here = _Here()
+
+
 @contextmanager
 def _exchanged() -> Iterator[None]:
     """Within the block ``F.cross_entropy`` is ours, and in this thread it compiles.
 
-    A ``TorchFunctionMode`` would see the same call, but also every other one: on a model of many small
+    Where threads end at different times, one may find PyTorch's: then its loss runs as it is written. A
+    ``TorchFunctionMode`` would see the same call, but also every other one: on a model of many small
     operations that took a third of the forward pass's host time.
     """
-    with _users.lock:
-        # Where somebody else has put a function of theirs, that one stays.
-        if not _users.count and F.cross_entropy is _plain_cross_entropy:
-            F.cross_entropy = _watched_cross_entropy
-        _users.count += 1
+    # Where somebody else has put a function of theirs, that one stays.
+    if F.cross_entropy is _plain_cross_entropy:
+        F.cross_entropy = _watched_cross_entropy
     _here.depth += 1
     try:
         yield
     finally:
         _here.depth -= 1
-        with _users.lock:
-            _users.count -= 1
-            if not _users.count and F.cross_entropy is _watched_cross_entropy:
-                F.cross_entropy = _plain_cross_entropy
-
-
-class _Users:
-    """How many calls of changed models are under way, in all threads."""
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.count = 0
-
-
-class _Here(local):
-    """How many of them this thread is in."""
-
-    depth = 0
-
-
-_users, _here = _Users(), _Here()
+        if not _here.depth and F.cross_entropy is _watched_cross_entropy:
+            F.cross_entropy = _plain_cross_entropy
 
 
 @wraps(_plain_cross_entropy)

@@ -20,9 +20,9 @@ from tilefit.fixes.changes.fix import ChangeSet, Context, Found, fix
 from tilefit.fixes.changes.hooks import is_watched_within
 from tilefit.ops import FORWARD, OPTIMIZER
 
-#: What a compiled call takes the host in both passes beside the launches of its kernels: guards, AOTAutograd's
-#: way in and out. By launches alone it would save some 300 us; it saves 41 of a norm's 241, and 33 of a GELU's
-#: 195 (``benchmarks/results/compiled_parts_h200.json``).
+#: What a compiled call takes the host in both passes beside launches: guards, and AOTAutograd's way in and out.
+#: By launches alone it would save some 300 us; it saves 41 of a norm's 241, and 33 of a GELU's 195
+#: (``benchmarks/results/compiled_parts_h200.json``).
 HOST_S = 280e-6
 #: The compiler draws other random numbers from the same seed.
 _RANDOM = frozenset("native_dropout bernoulli rand_like randn_like normal multinomial".split())
