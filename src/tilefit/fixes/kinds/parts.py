@@ -20,7 +20,7 @@ from tilefit.fixes.changes.fix import ChangeSet, Context, Found, fix
 from tilefit.fixes.changes.hooks import is_watched_within
 from tilefit.ops import FORWARD, OPTIMIZER
 
-#: What a compiled call takes the host in both passes beside launches: guards, and AOTAutograd's way in and out.
+#: What a compiled call takes the host in both passes beside launches: guards, AOTAutograd's way in and out.
 #: By launches alone it would save some 300 us; it saves 41 of a norm's 241, and 33 of a GELU's 195
 #: (``benchmarks/results/compiled_parts_h200.json``).
 HOST_S = 280e-6
