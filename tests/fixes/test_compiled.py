@@ -147,6 +147,26 @@ def test_a_step_that_waits_for_the_host_gets_graphs() -> None:
     assert "reduce-overhead" in found.fixes[0].summary
 
 
+class TwoHeads(Gated):
+    """Of what it returns, a loss may leave out a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Linear(512, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        return y, self.aside(y)
+
+
+def test_a_part_that_the_loss_leaves_out_is_a_reason() -> None:
+    found = plan(TwoHeads(), 1 << 20, loss=lambda output: output[0].mean())
+    assert not found.fixes
+    assert [(each.name, each.modules) for each in found.refused] == [("compile", ("aside",))]
+    assert plan(TwoHeads(), 1 << 20, loss=lambda output: output[0].mean() + output[1].mean()).fixes
+    assert plan(TwoHeads(), 1 << 20, train=False).fixes
+
+
 def test_products_gain_nothing() -> None:
     model = nn.Sequential(nn.Linear(512, 16384, bias=False), nn.Linear(16384, 512, bias=False))
     assert not plan(model, 1 << 16, train=False, verify=False).fixes
