@@ -210,14 +210,18 @@ def _kind(value: Any) -> Any:
 
 def _modes() -> Any:
     """What PyTorch's switches say, and who asks."""
+    cudnn: Any = torch.backends.cudnn
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
+        # What older switches set, too; those cannot be read where somebody used these.
+        torch.backends.cuda.matmul.fp32_precision,
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
+        cudnn.deterministic,
         # Another thread, or stream, would write to the memory of a replay that still runs.
         threading.get_ident(),
         torch.cuda.current_stream().cuda_stream,
