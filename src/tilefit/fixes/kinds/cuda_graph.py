@@ -138,7 +138,7 @@ GRAPH = ChangeSet(
 )
 
 
-#: Two threads cannot capture at once: a capture begins by waiting for the device, which ends the other one.
+#: Two threads cannot capture at once: they would on one stream.
 _capturing = threading.Lock()
 
 
@@ -180,7 +180,9 @@ class _State:
             model = self._model()
             assert model is not None  # it is being called
             kept = _unchanged(self._buffers)
-            with _capturing, torch.cuda.device(device), kept, _leaves_of_our_own(model) as leaves:
+            # A capture that fails leaves its own stream the current one.
+            here = torch.cuda.stream(torch.cuda.current_stream(device))
+            with _capturing, torch.cuda.device(device), here, kept, _leaves_of_our_own(model) as leaves:
                 return _Captured(forward, args, kwargs, [leaves[p] for p in self._trained], self._trained)
         except RuntimeError as error:
             warnings.warn(f"this call cannot be captured and runs as it was: {error}", stacklevel=4)
