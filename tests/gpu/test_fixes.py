@@ -269,9 +269,11 @@ def test_a_capture_that_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", broken)
     original = network().eval()
     model = graphed(copy.deepcopy(original))
+    xs = batches(5)
     with torch.no_grad(), pytest.warns(UserWarning, match="of no use"):
-        for x in batches(5):
-            torch.testing.assert_close(model(x), original(x))
+        found = [model(x) for x in xs]
+    with torch.no_grad():
+        torch.testing.assert_close(found, [original(x) for x in xs])
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
