@@ -106,8 +106,9 @@ def compile_model(context: Context) -> Found:
     ``merge-projections``) is priced so.
 
     With ``mode="reduce-overhead"``, for models whose kernels the host cannot launch fast enough, it also
-    replays them as CUDA graphs. What a call returns, and gradients, are then copies: the next call would
-    write over them. A model that the compiler splits into parts does not get that mode.
+    replays them as CUDA graphs. What a call returns, and gradients, are then copies (memory for twice the
+    gradients): the next call would write over them. A model that the compiler splits into parts does not get
+    that mode.
 
     Refused: models of which the loss leaves out a part that runs, as an auxiliary head. Its parameters get no
     gradient, and compiled ones of zeros, by which weight decay would shrink them.
@@ -119,7 +120,7 @@ def compile_model(context: Context) -> Found:
     run, step = context.run, context.step
     if run.cuda_graph:
         return
-    if idle := _without_gradient(step):
+    if not run.options.compile and (idle := _without_gradient(step)):
         yield Refusal(idle, "the loss leaves it out, and compiled it gets gradients of zeros, not none")
         return
     if not run.options.compile:
