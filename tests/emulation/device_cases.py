@@ -548,6 +548,22 @@ def _():
     return torch.backends.cuda.cufft_plan_cache.size
 
 
+@case("boxes")
+def _():
+    """torchvision, whose compiled operations a CPU build of PyTorch does not have."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    if not hasattr(torch.ops.torchvision, "nms"):
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    kept = torch.ops.torchvision.nms(unknown(2000, 4), unknown(2000), 0.5)
+    return [kept.dtype == torch.int64, kept.device.type, 100 < len(kept) < 1900]
+
+
+@case("built for")
+def _():
+    return torch.version.cuda
+
+
+torch.version.cuda = "13.7"  # a build for CUDA: torchvision refuses to load beside another version
 NUMBERS = [numbers_after_a_model_is_made(), [0, 0, 0]]
 device = Device(Nobody(), RULES)
 install(device, gpus.get("h100-sxm"))

@@ -109,6 +109,8 @@ def _answers() -> dict[str, Any]:
         "conjugates": [True, [5, 6], True, [5, 6]],
         "profilers": True,
         "settings of libraries": 0,
+        "boxes": [True, "cuda", True],
+        "built for": "13.7",
     }.items(),
 )
 def test_code_on_the_emulated_gpu(case: str, answer: Any) -> None:

@@ -150,6 +150,19 @@ def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return wide_x.reshape(-1)[wide_mask.reshape(-1)]  # in one dimension as well where there is none
 
 
+@_rule("nms")
+def _nms(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Boxes by their scores, each compared with each, and those that are kept, for which the host waits
+    (torchvision, csrc/ops/cuda/nms_kernel.cu). The kernel that compares is priced as one that writes a byte a
+    pair: a choice, it writes a bit and computes more."""
+    boxes, scores, _ = args
+    if not isinstance(boxes, CudaTensor):
+        return NotImplemented
+    order = scores.sort(descending=True)[1]
+    overlaps = boxes[order, 0].unsqueeze(1) > boxes[order, 2]
+    return order[overlaps[0]]  # a share of them
+
+
 @_rule("_unique2 unique_dim unique_consecutive")
 def _counted(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     name = func._overloadpacket.__name__

@@ -21,9 +21,10 @@ from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, Stage, fix, refuse
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.cuda_graph import copies
-from tilefit.ops import FORWARD, Conv, Step
+from tilefit.ops import Conv
 from tilefit.rules.finding import UNSAFE
 from tilefit.rules.outside.graphs import WAITS, is_in_parts
+from tilefit.rules.outside.unfused import LEFT_OUT
 
 # ---- the compiler --------------------------------------------------------------------------------
 
@@ -84,16 +85,6 @@ def _called(model: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _without_gradient(step: Step) -> tuple[str, ...]:
-    """Modules that run in a training step, and whose parameters get no gradient."""
-    if not step.settings.training:
-        return ()
-    trained = {name.rpartition(".")[0] for name, each in step.parameters.items() if each.trainable}
-    ran = dict.fromkeys(entry.site.module for entry in step.ops if entry.phase == FORWARD)
-    differentiated = {entry.site.module for entry in step.ops if entry.phase != FORWARD}
-    return tuple(path for path in ran if path in trained and path not in differentiated)
-
-
 @fix("compile", "NTC001", "NTC006", stage=Stage.RUN)
 def compile_model(context: Context) -> Found:
     """Compiles the model: ``torch.compile`` makes few kernels of its streaming operations.
@@ -110,20 +101,22 @@ def compile_model(context: Context) -> Found:
     gradients): the next call would write over them. A model that the compiler splits into parts does not get
     that mode.
 
-    Refused: models of which the loss leaves out a part that runs, as an auxiliary head. Its parameters get no
-    gradient, and compiled ones of zeros, by which weight decay would shrink them.
-
     What it costs: the first call for every set of sizes waits for the compiler, seconds to minutes. The model
     is compiled in place, as ``model.compile()`` does, so that names and ``state_dict`` stay. As there, hooks
-    that a layer gets after the first call, and functions of PyTorch's that are exchanged, are not noticed.
+    that a layer gets after the first call, and functions of PyTorch's that are exchanged, are not noticed;
+    ``retain_graph=True`` is an error, which says what to set.
+
+    Refused: models of whose output the loss leaves something out, as a second head. The parameters that only
+    that is made of would get gradients of zeros where they have none, and weight decay would shrink them.
+    Who uses less of the output than the loss that the plan was made with meets that too.
     """
     run, step = context.run, context.step
     if run.cuda_graph:
         return
-    if not run.options.compile and (idle := _without_gradient(step)):
-        yield Refusal(idle, "the loss leaves it out, and compiled it gets gradients of zeros, not none")
-        return
     if not run.options.compile:
+        if step.left_out:
+            yield Refusal(("",), f"compiled, {LEFT_OUT}")
+            return
         yield compilation(DEFAULT)
     fused = estimate_step(fuse(step), context.gpu)
     if not is_in_parts(step) and fused.launch_share > WAITS:

@@ -123,8 +123,9 @@ def _sections(outcome: Outcome) -> Iterator[_Section]:
 
 def _alone(answer: Answer, step_s: float) -> str:
     """A finding with what its answer saves by itself."""
-    share, is_more = answer.gain_s / step_s, answer.level == THROUGHPUT
-    saves = text.times_the_work(share) if is_more else " ".join(_gain(answer.gain_s, step_s))
+    saves = " ".join(_gain(answer.gain_s, step_s)) if answer.gain_s else "not priced"
+    if answer.level == THROUGHPUT:
+        saves = text.times_the_work(answer.gain_s / step_s)
     return f"{answer.code}  {saves}  {answer.level}  {answer.where}"
 
 

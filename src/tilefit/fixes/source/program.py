@@ -34,7 +34,7 @@ class Files:
         program = step.program
         lines = [*(entry.site.source for entry in step.ops), *(event.site.source for event in program.events)]
         lines += [*program.optimizers, *(loader.source for loader in program.loaders), *step.made.values()]
-        lines += [call.rpartition(":")[0] for call in program.models]
+        lines += [call.rpartition(":")[0] for each in program.models for call in (each.call, each.beside)]
         names = dict.fromkeys(line.rpartition(":")[0] for line in lines)
         built_at = "" if program.calls_models else step.made.get("", "")
         return cls(main, map(Path, filter(None, names)), built_at)

@@ -33,7 +33,7 @@ def write_autocast(finding: Finding, context: Context, files: Files) -> Change:
         RefusedError: it is not clear where that is, or takes more than a block.
     """
     refuse(not context.gpu.supports("bf16"), "fp16 needs a GradScaler in the training loop")
-    syntax, call = call_at(next(iter(context.step.program.models), ""), files)
+    syntax, call = call_at(next((each.call for each in context.step.program.models), ""), files)
     statements = _statements(syntax, call)
     torch, imports = imported(syntax, "torch")
     header = f'with {torch}.autocast("cuda", dtype={torch}.bfloat16):'

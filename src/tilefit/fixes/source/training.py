@@ -54,10 +54,10 @@ def _refuse_elsewhere(call: cst.Call, what: str) -> None:
 
 
 def _compiled(finding: Finding, context: Context, files: Files) -> Change:
-    """``model.compile()`` behind the optimizer: in place, so that checkpoints keep their names."""
+    """``model.compile()`` before the optimizer: in place, so that checkpoints keep their names."""
     if any(f.name.value == "compile" for s in files.syntaxes() for f in s.all(cst.FunctionDef)):
         raise RefusedError("the program has a function called compile")
-    return _of_models(context, files, "compile()", behind=True)
+    return _of_models(context, files, "compile()")
 
 
 def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
@@ -65,21 +65,20 @@ def _channels_last(finding: Finding, context: Context, files: Files) -> Change:
     ranks = {len(p.shape) for p in context.step.parameters.values() if len(p.shape) > 3}
     refuse(len(ranks) != 1, "the model has convolutions in two and in three dimensions")
     layout = "channels_last" if 4 in ranks else "channels_last_3d"
-    return _of_models(context, files, f"to(memory_format=torch.{layout})", behind=False)
+    return _of_models(context, files, f"to(memory_format=torch.{layout})")
 
 
-def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> Change:
+def _of_models(context: Context, files: Files, method: str) -> Change:
     """A statement ``model.method`` for each model, where it is known."""
-    places, left = of_models(context.step.program, files, behind)
+    places, left = of_models(context.step.program, files)
     edits: list[Placed] = []
     done: dict[tuple[Syntax, str], int] = {}
-    for syntax, statement, models, is_behind in places:
-        torch, imports = imported(syntax, "torch") if "torch." in method else ("", [])
-        new = [name for name in models if (syntax, name) not in done]
-        lines = [f"{name}.{method}".replace("torch.", f"{torch}.") for name in new]
-        edits += [*imports, beside(syntax, statement, lines, behind=is_behind)] if new else []
-        line = syntax.last_line(statement) + 1 if is_behind else syntax.line(statement)
-        done |= dict.fromkeys(((syntax, name) for name in new), line)
+    for syntax, statement, model, behind in places:
+        if (syntax, model) not in done:
+            torch, imports = imported(syntax, "torch") if "torch." in method else ("", [])
+            line = f"{model}.{method}".replace("torch.", f"{torch}.")
+            edits += [*imports, beside(syntax, statement, [line], behind=behind)]
+            done[syntax, model] = syntax.last_line(statement) + 1 if behind else syntax.line(statement)
     summary = ", ".join(f"{name}.{method}" for _, name in done)
     note = "".join(f"{each.what}, and it is left as it is" for each in left[-1:])
     return Change(edits, summary, note, SAFE, next(iter(done.values())))
@@ -90,6 +89,7 @@ def _of_models(context: Context, files: Files, method: str, *, behind: bool) -> 
 
 def _anomalies_unseen(finding: Finding, context: Context, files: Files) -> Change:
     """``set_detect_anomaly(True)``: False."""
+    refuse(not finding.source, "no fix does it")  # an environment variable, a setting
     syntax, line = line_at(finding.source, files)
     for call in syntax.on_line(cst.Call, line):
         given = keyword(call, "mode") or next(iter(call.args), None)
