@@ -263,6 +263,24 @@ def test_a_model_that_writes_to_what_it_is_given_does() -> None:
         torch.testing.assert_close(given, x.relu())
 
 
+def test_a_capture_that_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = torch.cuda.CUDAGraph.capture_end
+
+    def broken(graph: Any) -> None:
+        end(graph)
+        raise RuntimeError("of no use")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", broken)
+    original = network().eval()
+    model = graphed(copy.deepcopy(original))
+    xs = batches(5)
+    with torch.no_grad(), pytest.warns(UserWarning, match="of no use"):
+        found = [model(x) for x in xs]
+    with torch.no_grad():
+        torch.testing.assert_close(found, [original(x) for x in xs])
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
 def test_threads_capture_one_after_the_other(replays: list[int]) -> None:
     original = network().eval()
     model = graphed(copy.deepcopy(original))

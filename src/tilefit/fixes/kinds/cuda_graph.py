@@ -138,7 +138,7 @@ GRAPH = ChangeSet(
 )
 
 
-#: Two threads cannot capture at once: a capture begins by waiting for the device, which ends the other one.
+#: Two threads cannot capture at once: they would on one stream.
 _capturing = threading.Lock()
 
 
@@ -180,7 +180,9 @@ class _State:
             model = self._model()
             assert model is not None  # it is being called
             kept = _unchanged(self._buffers)
-            with _capturing, torch.cuda.device(device), kept, _leaves_of_our_own(model) as leaves:
+            # A capture that fails leaves its own stream the current one.
+            here = torch.cuda.stream(torch.cuda.current_stream(device))
+            with _capturing, torch.cuda.device(device), here, kept, _leaves_of_our_own(model) as leaves:
                 return _Captured(forward, args, kwargs, [leaves[p] for p in self._trained], self._trained)
         except RuntimeError as error:
             warnings.warn(f"this call cannot be captured and runs as it was: {error}", stacklevel=4)
@@ -210,14 +212,18 @@ def _kind(value: Any) -> Any:
 
 def _modes() -> Any:
     """What PyTorch's switches say, and who asks."""
+    cudnn: Any = torch.backends.cudnn
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
+        # What older switches set, too; those cannot be read where somebody used these.
+        torch.backends.cuda.matmul.fp32_precision,
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
+        cudnn.deterministic,
         # Another thread, or stream, would write to the memory of a replay that still runs.
         threading.get_ident(),
         torch.cuda.current_stream().cuda_stream,

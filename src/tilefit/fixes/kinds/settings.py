@@ -97,8 +97,9 @@ def compile_model(context: Context) -> Found:
     ``merge-projections``) is priced so.
 
     With ``mode="reduce-overhead"``, for models whose kernels the host cannot launch fast enough, it also
-    replays them as CUDA graphs. What a call returns, and gradients, are then copies: the next call would
-    write over them. A model that the compiler splits into parts does not get that mode.
+    replays them as CUDA graphs. What a call returns, and gradients, are then copies (memory for twice the
+    gradients): the next call would write over them. A model that the compiler splits into parts does not get
+    that mode.
 
     What it costs: the first call for every set of sizes waits for the compiler, seconds to minutes. The model
     is compiled in place, as ``model.compile()`` does, so that names and ``state_dict`` stay. As there, hooks
