@@ -122,7 +122,7 @@ def batches(device: str, number: int, rows: int = 32, seed: int = 1) -> torch.Te
 
 
 def gradients(model: nn.Module) -> list[Any]:
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return ["none" if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def trained(
@@ -446,6 +446,24 @@ def results_written_to(make: Make, see: See, device: str) -> None:
         out.relu_().add_(1)
         out.square().sum().backward()
         see("outputs and gradients", (out, gradients(model)))
+
+
+@situation
+def one_of_two_outputs(make: Make, see: See, device: str) -> None:
+    model = make(lambda: nn.MultiheadAttention(64, 4))
+    for x in batches(device, 6):
+        model.zero_grad()
+        model(x[None], x[None], x[None])[1].square().sum().backward()
+        see("gradients, and where there are none", gradients(model))
+
+
+@situation
+def an_input_written_to(make: Make, see: See, device: str) -> None:
+    model = make(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64)))
+    for x in batches(device, 6):
+        given = x.clone()
+        model(given).square().sum().backward()
+        see("the input, and gradients", (given, gradients(model)))
 
 
 @situation

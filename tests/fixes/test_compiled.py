@@ -147,6 +147,33 @@ def test_a_step_that_waits_for_the_host_gets_graphs() -> None:
     assert "reduce-overhead" in found.fixes[0].summary
 
 
+class TwoHeads(Gated):
+    """Scores in two ways, of which a step may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        return y, self.other(y)
+
+
+def test_where_a_head_gets_no_gradient_the_compiler_would_make_zeros() -> None:
+    compiled = torch.compile(TwoHeads(), backend="aot_eager")
+    compiled(torch.ones(2, 512))[0].sum().backward()
+    assert not compiled.other.weight.grad.any()  # the reason for what follows
+
+    found = plan(TwoHeads(), 1 << 20, loss=lambda output: output[0].mean())
+    assert not found.fixes
+    assert "zeros" in found.refused[0].reason
+    assert [fix.name for fix in plan(TwoHeads(), 1 << 20).fixes] == ["compile"]
+    x = torch.empty(1 << 20, 512, device="meta")
+    report = tilefit.check(TwoHeads(), x, gpu="h200", amp="bf16", loss=lambda output: output[0].mean())
+    (finding,) = (each for each in report.findings if each.code == "NTC001")
+    assert (finding.safety, "zeros" in finding.fix) == ("advice", True)
+
+
 def test_products_gain_nothing() -> None:
     model = nn.Sequential(nn.Linear(512, 16384, bias=False), nn.Linear(16384, 512, bias=False))
     assert not plan(model, 1 << 16, train=False, verify=False).fixes

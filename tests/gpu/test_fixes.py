@@ -11,12 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 import tilefit
+from fixable import WrittenGelu, WrittenNorm
+from tilefit.fixes.changes.fix import ChangeSet
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.attention.attention import fusing
 from tilefit.fixes.kinds.cuda_graph import GRAPH
 from tilefit.fixes.kinds.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS
+from tilefit.fixes.kinds.parts import CompiledAlone
 from tilefit.fixes.kinds.projections import Merging
 from tilefit.fixes.kinds.settings import REDUCE_OVERHEAD, compilation, fused
 
@@ -239,6 +243,26 @@ def test_a_second_backward_pass_through_one_call_is_an_error(replays: list[int])
         out.backward()
 
 
+def test_what_no_loss_is_made_of_gets_no_gradient() -> None:
+    original = nn.MultiheadAttention(64, 4).cuda()
+    model = graphed(copy.deepcopy(original))
+    for x in batches(5):
+        for which in (original, model):
+            which.zero_grad()
+            which(x[None], x[None], x[None])[1].square().sum().backward()
+        for p, q in zip(original.parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_model_that_writes_to_what_it_is_given_does() -> None:
+    model = graphed(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64)).cuda())
+    for x in batches(5):
+        given = x.clone()
+        model(given)
+        torch.testing.assert_close(given, x.relu())
+
+
 def test_threads_capture_one_after_the_other(replays: list[int]) -> None:
     original = network().eval()
     model = graphed(copy.deepcopy(original))
@@ -361,3 +385,34 @@ def test_merged_projections(amp: str) -> None:
     x = torch.randn(64, 96)
     result = tilefit.verify(original, changed, x, amp=amp, dtype=torch.float32, device="cuda")
     assert result.ok, result
+
+
+# ---- parts that are compiled alone -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amp", ["", "bf16"])
+def test_parts_that_are_compiled(amp: str) -> None:
+    torch.manual_seed(0)
+    layer = [nn.Linear(64, 64), WrittenNorm(), nn.Linear(64, 64), WrittenGelu()]
+    original = nn.Sequential(*(copy.deepcopy(each) for _ in range(6) for each in layer))
+    changed = copy.deepcopy(original)
+    written = [str(number) for number in range(1, 24, 2)]
+    ChangeSet.giving(written, CompiledAlone(), "").apply(Run(changed))
+    before = counters["stats"]["unique_graphs"]
+    x = torch.randn(96, 64)
+    result = tilefit.verify(original, changed, x, amp=amp, dtype=torch.float32, device="cuda")
+    assert result.ok, result
+    exact = tilefit.verify(original, changed, x, dtype=torch.float64, device="cuda")
+    assert exact.ok, exact
+    assert before < counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_part_that_is_written_to_is_the_same_or_an_error() -> None:
+    part = WrittenNorm().cuda()
+    ChangeSet.giving([""], CompiledAlone(), "").apply(Run(part))
+    x = torch.randn(8, 64, device="cuda", requires_grad=True)
+    (part(x).mul_(2).square()).sum().backward()
+    gradient, x.grad = x.grad, None
+    tilefit.strip(part)
+    (part(x).mul_(2).square()).sum().backward()
+    torch.testing.assert_close(gradient, x.grad)

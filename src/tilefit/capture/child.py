@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -31,29 +31,22 @@ from tilefit.options import AnyOptions, ProgramOptions, TargetOptions
 
 
 def capture_target(target: str, options: TargetOptions) -> Step:
-    """Load and capture a target in this process."""
-    if not options.sources:
-        return _capture_target(target, options)
-    from tilefit.capture.overlay import overlaid
-
-    with overlaid(options.sources):
-        return _capture_target(target, options)
-
-
-def _capture_target(target: str, options: TargetOptions) -> Step:
+    """Load and capture a target in this process, with the texts of files that its options give."""
     from tilefit.capture.copies import in_type
     from tilefit.capture.failures import CHECK_INPUTS
+    from tilefit.capture.overlay import overlaid
     from tilefit.capture.run import capture
     from tilefit.capture.semantic import SHORTER_INPUTS
     from tilefit.capture.sites import noting_makers
     from tilefit.capture.targets import load
 
-    with _uncollected(), noting_makers():
-        loaded = load(target, options)
-    if options.weights:
-        loaded = replace(loaded, **in_type(loaded.model, loaded.inputs, options.weights))
-    try:
-        with noting_makers():
+    # Without others, what a target has imported is not forgotten.
+    with overlaid(options.sources) if options.sources else nullcontext(), noting_makers():
+        with _uncollected():
+            loaded = load(target, options)
+        if options.weights:
+            loaded = replace(loaded, **in_type(loaded.model, loaded.inputs, options.weights))
+        try:
             return capture(
                 loaded.model,
                 loaded.inputs,
@@ -62,10 +55,10 @@ def _capture_target(target: str, options: TargetOptions) -> Step:
                 name=loaded.name,
                 notes=loaded.notes,
             )
-    except CaptureError as error:
-        known = {CHECK_INPUTS: loaded.hint, SHORTER_INPUTS: loaded.shorter}
-        error.hint = known.get(error.hint) or error.hint
-        raise
+        except CaptureError as error:
+            known = {CHECK_INPUTS: loaded.hint, SHORTER_INPUTS: loaded.shorter}
+            error.hint = known.get(error.hint) or error.hint
+            raise
 
 
 @contextmanager

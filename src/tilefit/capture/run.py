@@ -13,7 +13,7 @@ from torch import nn
 
 from tilefit.capture.copies import copied, on_device, to_channels_last
 from tilefit.capture.dtypes import AMP_DTYPES
-from tilefit.capture.forward import call, loss_of_output
+from tilefit.capture.forward import call, loss_of_output, without_gradient
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import made_optimizer
 from tilefit.capture.sites import called, made_at
@@ -181,6 +181,7 @@ def _step(
                 return
             loss, note = loss_of_output(output, loss_of)
             modes.notes += [note] if note else []
+            modes.without_gradient = without_gradient(output, loss)
         del output
         if options.amp == "fp16":
             loss = loss * 65536.0  # what GradScaler.scale does

@@ -51,8 +51,9 @@ def replay_graphs(context: Context) -> Found:
     The same function: a graph replays kernels, not Python, so only models built of the modules of PyTorch,
     torchvision and timm are changed, whose Python does the same in every call. A call runs as it always did
     where anything is not as it was captured (sizes, element types, autocast, training mode, hooks, exchanged,
-    moved or frozen parameters), where the output of the call before still waits for its backward pass, and
-    on the CPU. Dropout draws other random numbers.
+    moved or frozen parameters), where the output of the call before still waits for its backward pass, where
+    it returns several tensors with gradients or writes to what it is given, and on the CPU. Dropout draws
+    other random numbers.
 
     What it costs: the activations of a captured call stay allocated (at most four sizes are captured). A
     second derivative is an error, and so is a second backward pass through one call (``retain_graph=True``).
@@ -268,10 +269,12 @@ class _Captured:
     def __init__(
         self, forward: Any, args: Any, kwargs: Any, leaves: list[nn.Parameter], trained: list[nn.Parameter]
     ) -> None:
-        own_args, own_kwargs = tree_map_only(torch.Tensor, _own, (args, kwargs))
+        with torch.inference_mode(False):  # where tensors know when they are written to
+            own_args, own_kwargs = tree_map_only(torch.Tensor, _own, (args, kwargs))
         self.inputs = [leaf for leaf in (*own_args, *own_kwargs.values()) if isinstance(leaf, torch.Tensor)]
         self.sources = [*(leaf for leaf in self.inputs if leaf.requires_grad), *leaves]
         self.trained = trained
+        versions = [each._version for each in self.inputs]
         #: Of the call whose backward pass may come: it lives as long as its node.
         self.ticket: weakref.ref[_Ticket] | None = None
 
@@ -292,7 +295,12 @@ class _Captured:
                 outputs = tree_flatten(run())[0]
                 if not all(isinstance(output, torch.Tensor) for output in outputs):
                     raise RuntimeError("it returns something that is no tensor")
-                self._gradients(outputs, [torch.zeros_like(o) for o in outputs if o.requires_grad])
+                if sum(output.requires_grad for output in outputs) > 1:
+                    # Parameters of one that no loss is made of get no gradient, and not one of zeros.
+                    raise RuntimeError("it returns several tensors with gradients")
+                if [each._version for each in self.inputs] != versions:
+                    raise RuntimeError("it writes to what it is given")
+                self._gradients(outputs)
             del outputs
         torch.cuda.current_stream().wait_stream(stream)
 
@@ -309,19 +317,11 @@ class _Captured:
         self.differentiable = [output.requires_grad for output in self.outputs]
         self.outputs = [output.detach() for output in self.outputs]
 
-    def _gradients(
-        self, outputs: list[torch.Tensor], output_gradients: list[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        if not output_gradients:
-            return []
-        return list(
-            torch.autograd.grad(
-                [output for output in outputs if output.requires_grad],
-                self.sources,
-                output_gradients,
-                allow_unused=True,
-            )
-        )
+    def _gradients(self, outputs: list[torch.Tensor], given: Sequence[torch.Tensor] = ()) -> Any:
+        """Of all sources, from ``given`` ones of outputs, or zeros."""
+        graded = [output for output in outputs if output.requires_grad]
+        given = given or [torch.zeros_like(output) for output in graded]
+        return torch.autograd.grad(graded, self.sources, given, allow_unused=True) if graded else ()
 
     def is_waiting(self) -> bool:
         """Whether the activations of the last replay may still be needed."""

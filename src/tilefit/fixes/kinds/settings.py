@@ -24,6 +24,7 @@ from tilefit.fixes.kinds.cuda_graph import copies
 from tilefit.ops import Conv
 from tilefit.rules.finding import UNSAFE
 from tilefit.rules.outside.graphs import WAITS, is_in_parts
+from tilefit.rules.outside.unfused import LEFT_OUT
 
 # ---- the compiler --------------------------------------------------------------------------------
 
@@ -101,12 +102,20 @@ def compile_model(context: Context) -> Found:
 
     What it costs: the first call for every set of sizes waits for the compiler, seconds to minutes. The model
     is compiled in place, as ``model.compile()`` does, so that names and ``state_dict`` stay. As there, hooks
-    that a layer gets after the first call, and functions of PyTorch's that are exchanged, are not noticed.
+    that a layer gets after the first call, and functions of PyTorch's that are exchanged, are not noticed;
+    ``retain_graph=True`` is an error, which says what to set.
+
+    Refused: models of whose output the loss leaves something out, as a second head. The parameters that only
+    that is made of would get gradients of zeros where they have none, and weight decay would shrink them.
+    Who uses less of the output than the loss that the plan was made with meets that too.
     """
     run, step = context.run, context.step
     if run.cuda_graph:
         return
     if not run.options.compile:
+        if step.left_out:
+            yield Refusal(("",), f"compiled, {LEFT_OUT}")
+            return
         yield compilation(DEFAULT)
     fused = estimate_step(fuse(step), context.gpu)
     if not is_in_parts(step) and fused.launch_share > WAITS:

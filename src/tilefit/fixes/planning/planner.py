@@ -19,7 +19,6 @@ from tilefit.capture.failures import ON_CPU
 from tilefit.capture.trees import tensors
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
-from tilefit.cost.fusion import fuse
 from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes.changes.edits import Edits
@@ -373,7 +372,7 @@ class _Planner:
 
     def _state(self, run: Run, made: tuple[Proposal, ...]) -> _State:
         written = run.capture()
-        step = fuse(written) if run.options.compile else written
+        step = run.compiled(written)
         is_eager = not (run.options.compile or run.cuda_graph)
         python_s = is_eager * sum(each.change.host_s for each in made)
         estimate = estimate_step(step, self.gpu, python_s=python_s)
