@@ -104,7 +104,7 @@ class Window:
         def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """PyTorch's profiler, recording stacks, takes what is named ``self`` here for the module."""
             if not sites.is_outermost(self):
-                if not sites.within:  # a part of one is called beside it
+                if not sites.within and any(True for _ in self.children()):  # a part, more than a layer
                     window._models.setdefault(id(self), (self, sites.source_call()))
                 return call(self, *args, **kwargs)
             if isinstance(self, torch.jit.ScriptModule):
