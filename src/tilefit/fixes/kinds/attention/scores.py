@@ -600,6 +600,7 @@ def _letters(equation: Any, operands: Any) -> list[str]:
 
 def _by_letters(equation: Any, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key [..., rows, width] of a product over one letter whose result ends in their rows."""
+    _need(all(map(_is_operand, operands)))  # what is traced has no sizes to look at
     (a, b), (first, second, out) = operands, _letters(equation, operands)
     _need(len(out) > 1)
     if out[-2] not in first:
