@@ -471,7 +471,7 @@ def with_recorded(
     for summary in fix["summaries"]:
         step = run.capture()
         context = Context(step, gpu, estimate_step(step, gpu), run)
-        found = [c for c in finder.find(context) if not isinstance(c, Refusal) and c.summary == summary]
+        found = [c for c in finder.find(context) if not isinstance(c, Refusal) and c.words == summary]
         if not found:
             raise LookupError(f"{fix['name']} does not find this any more: {summary}")
         found[0].apply(run)

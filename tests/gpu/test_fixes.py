@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -231,6 +232,58 @@ def test_an_old_backward_pass_is_an_error() -> None:
         out.backward()
 
 
+def test_a_second_backward_pass_through_one_call_is_an_error(replays: list[int]) -> None:
+    model = graphed(network().eval())
+    for x in batches(4):
+        model(x).sum().backward()
+    assert replays
+    out = model(x).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="cuda-graph"):
+        out.backward()
+
+
+def test_what_no_loss_is_made_of_gets_no_gradient() -> None:
+    original = nn.MultiheadAttention(64, 4).cuda()
+    model = graphed(copy.deepcopy(original))
+    for x in batches(5):
+        for which in (original, model):
+            which.zero_grad()
+            which(x[None], x[None], x[None])[1].square().sum().backward()
+        for p, q in zip(original.parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_model_that_writes_to_what_it_is_given_does() -> None:
+    model = graphed(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64)).cuda())
+    for x in batches(5):
+        given = x.clone()
+        model(given)
+        torch.testing.assert_close(given, x.relu())
+
+
+def test_threads_capture_one_after_the_other(replays: list[int]) -> None:
+    original = network().eval()
+    model = graphed(copy.deepcopy(original))
+    found: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        with torch.no_grad():
+            found[number] = [model(x) for x in batches(20)]
+
+    threads = [Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert replays
+    with torch.no_grad():
+        expected = [original(x) for x in batches(20)]
+    for number in range(3):
+        torch.testing.assert_close(found[number], expected)
+
+
 def test_random_numbers_differ_between_replays(replays: list[int]) -> None:
     model = graphed(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda())
     (x,) = batches(1)
@@ -257,12 +310,13 @@ def test_the_fused_optimizer_goes_on_from_a_half_trained_one() -> None:
     assert next(iter(optimizers[1].state.values()))["step"].is_cuda
 
 
-def test_a_compiled_model_trains_as_before() -> None:
+@pytest.mark.parametrize("micro", [1, 3])
+def test_a_compiled_model_trains_as_before(micro: int) -> None:
     original = network()
     model = copy.deepcopy(original)
     compilation(REDUCE_OVERHEAD).apply(Run(model))
-    xs = batches(6)
-    expected, found = train(original, xs, amp=False), train(model, xs, amp=False)
+    xs = batches(9)
+    expected, found = train(original, xs, False, micro), train(model, xs, False, micro)
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-3, atol=1e-5)
 
 
