@@ -109,13 +109,14 @@ class Graphed(Behaviour):
             or torch.cuda.is_current_stream_capturing()
         ):
             return forward(*args, **kwargs)
-        states = _states.setdefault(module, [])
-        state = next((known for known in states if known.is_now()), None)
-        if state is None:
-            state = _State(module)
-            states.append(state)
-            del states[:-_MOST_STATES]
-        return state.call(forward, args, kwargs)
+        with _one_call:
+            states = _states.setdefault(module, [])
+            state = next((known for known in states if known.is_now()), None)
+            if state is None:
+                state = _State(module)
+                states.append(state)
+                del states[:-_MOST_STATES]
+            return state.call(forward, args, kwargs)
 
 
 def _forgotten(change: ChangeSet, run: Run, edits: Edits) -> None:
@@ -138,8 +139,9 @@ GRAPH = ChangeSet(
 )
 
 
-#: Two threads cannot capture at once: they would on one stream.
-_capturing = threading.Lock()
+#: Two threads cannot capture at once: they would on one stream. Nor may one call a model while another
+#: captures it, with leaves of its own: the gradients would be those of these leaves.
+_one_call = threading.RLock()
 
 
 class _State:
@@ -182,7 +184,7 @@ class _State:
             kept = _unchanged(self._buffers)
             # A capture that fails leaves its own stream the current one.
             here = torch.cuda.stream(torch.cuda.current_stream(device))
-            with _capturing, torch.cuda.device(device), here, kept, _leaves_of_our_own(model) as leaves:
+            with torch.cuda.device(device), here, kept, _leaves_of_our_own(model) as leaves:
                 return _Captured(forward, args, kwargs, [leaves[p] for p in self._trained], self._trained)
         except RuntimeError as error:
             warnings.warn(f"this call cannot be captured and runs as it was: {error}", stacklevel=4)
