@@ -84,9 +84,9 @@ def compile_parts(context: Context) -> Found:
     Left alone: modules of PyTorch's own classes, those that draw random numbers or whose values the host
     reads, those with several results (what only an unused one is made of would get gradients of zeros), and
     those whose tensors something writes to: what the compiler keeps for the backward pass may be the input or
-    the result, and to write to these is an error then. Second derivatives through a compiled part are an error
-    of PyTorch's, and so may be a second backward pass (``retain_graph=True``) where the first was without it;
-    the error says what to set.
+    the result, and to write to these is an error then. Second derivatives through a compiled part are an
+    error of PyTorch's, and so may be a second backward pass (``retain_graph=True``) where the first was
+    without it; the error says what to set.
     """
     if context.run.options.compile:  # which makes the same kernels
         return
