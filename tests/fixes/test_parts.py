@@ -109,6 +109,20 @@ class Noisy(nn.Module):
         return x + torch.empty_like(x).exponential_().square()
 
 
+class TwoResults(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.both(x)[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Pair()
+
+
+class Pair(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sigmoid().square(), x.tanh().square()
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +135,8 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "other", [Drops, Noisy, Single, Multiplies, Residual, lambda: nn.Sequential(nn.SiLU(), nn.Tanh())]
+    "other",
+    [Drops, Noisy, Single, Multiplies, TwoResults, Residual, lambda: nn.Sequential(nn.SiLU(), nn.Tanh())],
 )
 def test_what_is_left_alone(other: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), other(), WrittenGelu())

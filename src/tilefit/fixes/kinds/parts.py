@@ -82,10 +82,11 @@ def compile_parts(context: Context) -> Found:
     would read other attributes, or call other functions, than it did.
 
     Left alone: modules of PyTorch's own classes, those that draw random numbers or whose values the host
-    reads, and those whose tensors something writes to: what the compiler keeps for the backward pass may be
-    the input or the result, and to write to these is an error then. Second derivatives through a compiled
-    part are an error of PyTorch's, and so may be a second backward pass (``retain_graph=True``) where the
-    first was without it; the error says what to set.
+    reads, those with several results (what only an unused one is made of would get gradients of zeros), and
+    those whose tensors something writes to: what the compiler keeps for the backward pass may be the input or
+    the result, and to write to these is an error then. Second derivatives through a compiled part are an
+    error of PyTorch's, and so may be a second backward pass (``retain_graph=True``) where the first was
+    without it; the error says what to set.
     """
     if context.run.options.compile:  # which makes the same kernels
         return
@@ -94,7 +95,14 @@ def compile_parts(context: Context) -> Found:
     kernels = Counter(entry.site.module for entry in forward)
     calls = Counter(path for path, _ in groupby(entry.site.module for entry in forward))
     written = {ref.id for entry in forward if entry.name.endswith("_") for ref in entry.outputs}
-    left = {event.site.module for event in context.step.program.events}
+    readers: dict[int, set[str]] = defaultdict(set)
+    for entry in ops:
+        for ref in entry.inputs:
+            readers[ref.id].add(entry.site.module)
+    made = [(entry.site.module, ref.id) for entry in forward for ref in entry.outputs]
+    results = Counter(path for path, number in made if readers[number] != {path})
+    left = {path for path in results if results[path] > calls[path]}
+    left |= {event.site.module for event in context.step.program.events}
     for entry in ops:
         is_written = entry.phase == FORWARD and any(r.id in written for r in (*entry.inputs, *entry.outputs))
         if is_written or not is_generated(entry) or _is_random(entry.name):
