@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tilefit.cost.lowering import ADDING, INDUCTOR, Value, is_generated, is_scattered
-from tilefit.ops import FORWARD, StepOp, Streaming, TensorRef
+from tilefit.ops import FORWARD, Conv, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
 
 #: Functions whose result is never computed again.
@@ -66,6 +66,8 @@ class Chains:
 
     def __init__(self, ops: list[StepOp], returned: Collection[int]) -> None:
         self.ops = ops
+        #: Images lie in NHWC.
+        self.last = any(isinstance(entry.op, Conv) and entry.op.channels_last for entry in ops)
         self.of: dict[int, Chain] = {}
         self.refs: dict[Value, TensorRef] = {}
         #: Who wrote the inputs of each operation.

@@ -201,11 +201,13 @@ def _given(step: Step) -> int:
     """Tensors that the backward graph is given."""
     given: set[int] = set()
     made: set[int] = set()
+    drawn = 0  # the state of random numbers of attention
     for entry in step.ops:
         if entry.phase not in (FORWARD, OPTIMIZER) and not entry.eager:
             given |= {ref.id for ref in entry.inputs} - made
             made |= {ref.id for ref in entry.outputs}
-    return len(given)
+            drawn += 2 * (entry.op.kind == "attention")
+    return len(given) + drawn
 
 
 def _update_s(step: Step) -> float:

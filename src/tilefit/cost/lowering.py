@@ -62,6 +62,12 @@ def lowered(step: Step) -> Iterator[StepOp]:
             yield _with_offsets(entry, op)
         elif isinstance(op, Streaming) and op.function == "gather" and _names_rows(entry, op):
             yield replace(entry, op=replace(op, function="index"))
+        elif isinstance(op, Streaming) and op.function == "convolution_backward" and not (
+            strided and len(entry.inputs[0].shape) == 2 + _IMAGE
+        ):
+            yield replace(entry, op=replace(op, inner=op.elements // entry.outputs[0].elements))
+        elif isinstance(op, Streaming) and op.function == "native_batch_norm_backward":
+            yield replace(entry, inputs=(*entry.inputs[:3], *entry.inputs[-2:]))
         elif isinstance(op, Conv):
             last = op.channels_last or (channels_last and len(op.kernel_size) == _IMAGE)
             yield replace(entry, op=replace(op, channels_last=last, bias=False))
