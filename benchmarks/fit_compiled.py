@@ -31,7 +31,7 @@ from tilefit.cost.launch import (
 )
 
 RESULTS = Path(__file__).parent / "results"
-TURNS = ("compiled_turns_h100.json", "compiled_turns_second_h100.json")
+TURNS = ("compiled_turns_h100.json", "compiled_turns_second_h100.json", "compiled_held_h200.json")
 #: Of two turns of each step, with a reference before each.
 TWO_TURNS = ("compiled_newer_h100.json", "compiled_later_h100.json", "compiled_calls_h100.json")
 #: Times as long as the GPU's kernels from which a step is the host's.

@@ -3,7 +3,9 @@ had set the fixed part of a step: speech (Conformer), denoising (NAFNet), causal
 (TCN), clicks (deep interest network), two views without negatives (Barlow Twins), a deep variational
 autoencoder, graphs as sequences (Graphormer), a diffusion transformer, a masked autoencoder, a vocoder
 (HiFi-GAN), forecasts by patches (PatchTST), a decision transformer, one-stage detection (YOLO), graph
-isomorphism networks. Each function returns a model and its inputs, each model its loss.
+isomorphism networks; and later pictures out of sketches (pix2pix), LightGCN, Mamba 2, TimeSformer, ESRGAN,
+TSMixer, a diffusion policy, PointNet, wav2vec 2.0, EGNN. Each function returns a model and its inputs, each
+model its loss.
 """
 
 from __future__ import annotations
@@ -721,4 +723,468 @@ def isomorphism() -> Made:
     return Isomorphism(), (
         *(torch.randint(0, 120, (13312,)), torch.randint(0, 13312, (2, 28672))),
         *(torch.randint(0, 8, (28672,)), torch.arange(512).repeat_interleave(26), torch.rand(512).round()),
+    )
+
+
+# ---- predicted once those before had shown what was mended ----------------------------------------
+
+
+class Painter(nn.Module):
+    """Sketches to photographs: a U-Net of strided convolutions, and what patches of its pictures look like
+    to another network (pix2pix)."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        sizes = [width * min(2**i, 8) for i in range(6)]
+        self.enter = nn.Conv2d(3, width, 4, 2, 1)
+        self.down = nn.ModuleList(
+            nn.Sequential(nn.LeakyReLU(0.2), nn.Conv2d(a, b, 4, 2, 1, bias=False), nn.BatchNorm2d(b))
+            for a, b in pairwise(sizes)
+        )
+        backwards = [*reversed(sizes)]
+        self.up = nn.ModuleList(
+            nn.Sequential(
+                nn.ReLU(),
+                nn.ConvTranspose2d(a * (1 + (i > 0)), b, 4, 2, 1, bias=False),
+                nn.BatchNorm2d(b),
+                nn.Dropout(0.5 if i < 2 else 0.0),
+            )
+            for i, (a, b) in enumerate(pairwise(backwards))
+        )
+        self.leave = nn.Sequential(nn.ReLU(), nn.ConvTranspose2d(2 * width, 3, 4, 2, 1), nn.Tanh())
+        looks = ((64, 128, 2), (128, 256, 2), (256, 512, 1))
+        self.look = nn.Sequential(
+            *(nn.Conv2d(6, 64, 4, 2, 1), nn.LeakyReLU(0.2)),
+            *(
+                nn.Sequential(nn.Conv2d(a, b, 4, s, 1, bias=False), nn.BatchNorm2d(b), nn.LeakyReLU(0.2))
+                for a, b, s in looks
+            ),
+            nn.Conv2d(512, 1, 4, 1, 1),
+        )
+
+    def forward(self, sketch: torch.Tensor, photo: torch.Tensor) -> torch.Tensor:
+        seen = [self.enter(sketch)]
+        for down in self.down:
+            seen.append(down(seen[-1]))
+        x = seen.pop()
+        for up in self.up:
+            x = torch.cat([up(x), seen.pop()], 1)
+        made = self.leave(x).float()
+        fooled = self.look(torch.cat([sketch, made], 1)).float()
+        told = self.look(torch.cat([sketch, photo], 1)).float()
+        seen_through = F.softplus(-fooled).mean() + F.softplus(-told).mean()
+        return seen_through + 100 * F.l1_loss(made, photo)
+
+
+def painter() -> Made:
+    """16 pictures of 256 x 256."""
+    return Painter(), (torch.rand(16, 3, 256, 256), torch.rand(16, 3, 256, 256))
+
+
+class Neighbours(nn.Module):
+    """Users and items as the means of what they have to do with, over three steps; pairs are ranked
+    (LightGCN)."""
+
+    def __init__(self, users: int = 20_000, items: int = 30_000, width: int = 64) -> None:
+        super().__init__()
+        self.users = users
+        self.rows = nn.Parameter(torch.randn(users + items, width) * 0.1)
+
+    def forward(
+        self,
+        edges: torch.Tensor,
+        weights: torch.Tensor,
+        user: torch.Tensor,
+        good: torch.Tensor,
+        bad: torch.Tensor,
+    ) -> torch.Tensor:
+        x, total = self.rows, self.rows
+        for _ in range(3):
+            x = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]] * weights[:, None])
+            total = total + x
+        mean = total / 4
+        who, one, other = mean[user], mean[self.users + good], mean[self.users + bad]
+        ranked = F.softplus((who * other).sum(1) - (who * one).sum(1)).mean()
+        size = self.rows[user].square().sum() + self.rows[self.users + good].square().sum()
+        return ranked + 1e-4 * size / len(user)
+
+
+def neighbours() -> Made:
+    """50,000 rows, 600,000 edges, 4096 triples."""
+    return Neighbours(), (
+        *(torch.randint(0, 50_000, (2, 600_000)), torch.rand(600_000)),
+        *(torch.randint(0, 20_000, (4096,)), torch.randint(0, 30_000, (4096,))),
+        torch.randint(0, 30_000, (4096,)),
+    )
+
+
+class StateSpace(nn.Module):
+    """A layer whose state decays by what it reads, in chunks: products within, and from state to state
+    (Mamba 2)."""
+
+    def __init__(self, width: int, heads: int, state: int = 64, chunk: int = 64) -> None:
+        super().__init__()
+        self.heads, self.state, self.chunk, self.inner = heads, state, chunk, 2 * width
+        self.enter = nn.Linear(width, 2 * self.inner + 2 * state + heads, bias=False)
+        mixed = self.inner + 2 * state
+        self.conv = nn.Conv1d(mixed, mixed, 4, groups=mixed, padding=3)
+        self.rate = nn.Parameter(torch.zeros(heads))
+        self.decay = nn.Parameter(torch.zeros(heads))
+        self.skip = nn.Parameter(torch.ones(heads))
+        self.norm = nn.RMSNorm(self.inner)
+        self.leave = nn.Linear(self.inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        gate, mixed, rate = self.enter(x).split([self.inner, self.inner + 2 * self.state, self.heads], -1)
+        mixed = F.silu(self.conv(mixed.transpose(1, 2))[..., :length].transpose(1, 2))
+        value, key, query = mixed.split([self.inner, self.state, self.state], -1)
+        rate = F.softplus(rate.float() + self.rate)
+        value = value.unflatten(-1, (self.heads, -1))
+        scaled = (value * rate[..., None]).unflatten(1, (-1, self.chunk))
+        key, query = (each.unflatten(1, (-1, self.chunk)) for each in (key, query))
+        decay = (-self.decay.exp() * rate).unflatten(1, (-1, self.chunk)).cumsum(2)
+        apart = decay[:, :, :, None] - decay[:, :, None]
+        there = torch.ones(self.chunk, self.chunk, dtype=torch.bool, device=x.device).tril()
+        scores = torch.einsum("bcls,bcms->bclm", query, key)
+        weight = scores[..., None] * apart.masked_fill(~there[..., None], float("-inf")).exp()
+        within = torch.einsum("bclmh,bcmhp->bclhp", weight, scaled)
+        left = (decay[:, :, -1:] - decay).exp()
+        states = torch.einsum("bcms,bcmhp->bchps", key, left[..., None] * scaled)
+        whole = decay[:, :, -1].exp()
+        now, before = torch.zeros_like(states[:, 0]), []
+        for i in range(states.shape[1]):
+            before.append(now)
+            now = now * whole[:, i, :, None, None] + states[:, i]
+        across = torch.einsum("bcls,bchps->bclhp", query, torch.stack(before, 1)) * decay.exp()[..., None]
+        y = (within + across).flatten(1, 2) + value * self.skip[:, None]
+        return self.leave(self.norm(y.flatten(2) * F.silu(gate)))
+
+
+class StateSpaces(nn.Module):
+    """A language model of such layers."""
+
+    def __init__(self, width: int = 512, layers: int = 4, words: int = 16_000) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(layers + 1))
+        self.layers = nn.ModuleList(StateSpace(width, 16) for _ in range(layers))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words[:, :-1])
+        for norm, layer in zip(self.norms, self.layers, strict=False):
+            x = x + layer(norm(x))
+        return F.cross_entropy(self.head(self.norms[-1](x)).flatten(0, 1).float(), words[:, 1:].flatten())
+
+
+def state_spaces() -> Made:
+    """8 texts of 512 words."""
+    return StateSpaces(), (torch.randint(0, 16_000, (8, 513)),)
+
+
+class Film(nn.Module):
+    """Films by attention over time at each place, then over places at each time (TimeSformer)."""
+
+    def __init__(self, width: int = 384, heads: int = 6, layers: int = 4, classes: int = 400) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.places = nn.Parameter(torch.randn(1, 1, 49, width) * 0.02)
+        self.times = nn.Parameter(torch.randn(1, 8, 1, width) * 0.02)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 * layers + 1))
+        self.time = nn.ModuleList(Attention(width, heads) for _ in range(layers))
+        self.place = nn.ModuleList(Attention(width, heads) for _ in range(layers))
+        self.mlps = nn.ModuleList(mlp(width, 4 * width, 0.1) for _ in range(layers))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, films: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        count, frames = films.shape[:2]
+        x = self.patches(films.flatten(0, 1)).flatten(2).transpose(1, 2).unflatten(0, (count, frames))
+        x = x + self.places + self.times
+        for i, (time, place, feed) in enumerate(zip(self.time, self.place, self.mlps, strict=True)):
+            y = time(self.norms[3 * i](x).transpose(1, 2).flatten(0, 1))
+            x = x + y.unflatten(0, (count, -1)).transpose(1, 2)
+            x = x + place(self.norms[3 * i + 1](x).flatten(0, 1)).unflatten(0, (count, frames))
+            x = x + feed(self.norms[3 * i + 2](x))
+        return F.cross_entropy(self.head(self.norms[-1](x).mean((1, 2))), labels, label_smoothing=0.1)
+
+
+def film() -> Made:
+    """32 films of eight frames of 112 x 112."""
+    return Film(), (torch.randn(32, 8, 3, 112, 112), torch.randint(0, 400, (32,)))
+
+
+class DenseBlock(nn.Module):
+    """Convolutions of all that was made before, and an added input."""
+
+    def __init__(self, width: int, growth: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(width + i * growth, growth, 3, padding=1) for i in range(4))
+        self.leave = nn.Conv2d(width + 4 * growth, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [x]
+        for conv in self.convs:
+            parts.append(F.leaky_relu(conv(torch.cat(parts, 1)), 0.2))
+        return x + 0.2 * self.leave(torch.cat(parts, 1))
+
+
+class Enlarged(nn.Module):
+    """Images four times as large: dense blocks within residuals (as in ESRGAN)."""
+
+    def __init__(self, width: int = 64, growth: int = 32, blocks: int = 2) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(DenseBlock(width, growth) for _ in range(3))) for _ in range(blocks)
+        )
+        self.body = nn.Conv2d(width, width, 3, padding=1)
+        self.up = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.leave = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1), nn.LeakyReLU(0.2), nn.Conv2d(width, 3, 3, padding=1)
+        )
+
+    def forward(self, small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
+        x = first = self.enter(small)
+        for block in self.blocks:
+            x = x + 0.2 * block(x)
+        x = first + self.body(x)
+        for up in self.up:
+            x = F.leaky_relu(up(F.interpolate(x, scale_factor=2.0, mode="nearest")), 0.2)
+        return F.l1_loss(self.leave(x).float(), large)
+
+
+def enlarged() -> Made:
+    """16 patches of 48 x 48."""
+    return Enlarged(), (torch.rand(16, 3, 48, 48), torch.rand(16, 3, 192, 192))
+
+
+class Mixer(nn.Module):
+    """Series: networks over time, then over features, with batch norms (TSMixer)."""
+
+    def __init__(self, past: int = 512, future: int = 96, features: int = 64, blocks: int = 6) -> None:
+        super().__init__()
+        self.time = nn.ModuleList(nn.Linear(past, past) for _ in range(blocks))
+        self.feed = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(features, 256),
+                nn.ReLU(),
+                nn.Dropout(0.3),
+                nn.Linear(256, features),
+                nn.Dropout(0.3),
+            )
+            for _ in range(blocks)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm1d(past) for _ in range(2 * blocks))
+        self.head = nn.Linear(past, future)
+
+    def forward(self, past: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
+        x = past
+        for i, (time, feed) in enumerate(zip(self.time, self.feed, strict=True)):
+            y = F.relu(time(self.norms[2 * i](x).transpose(1, 2))).transpose(1, 2)
+            x = x + F.dropout(y, 0.3, self.training)
+            x = x + feed(self.norms[2 * i + 1](x))
+        return F.mse_loss(self.head(x.transpose(1, 2)).transpose(1, 2).float(), future)
+
+
+def mixer() -> Made:
+    """256 series of 512 moments of 64 features."""
+    return Mixer(), (torch.randn(256, 512, 64), torch.randn(256, 96, 64))
+
+
+class Conditioned(nn.Module):
+    """Two convolutions over time, scaled and shifted between by what is seen."""
+
+    def __init__(self, inputs: int, width: int, given: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv1d(inputs, width, 5, padding=2), nn.GroupNorm(8, width), nn.Mish())
+        self.second = nn.Sequential(nn.Conv1d(width, width, 5, padding=2), nn.GroupNorm(8, width), nn.Mish())
+        self.given = nn.Sequential(nn.Mish(), nn.Linear(given, 2 * width))
+        self.beside = nn.Conv1d(inputs, width, 1) if inputs != width else nn.Identity()
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.given(given)[..., None].chunk(2, 1)
+        return self.second(self.first(x) * scale + shift) + self.beside(x)
+
+
+class DiffusionPolicy(nn.Module):
+    """Actions out of noise by a U-Net over time, given what is seen and how much noise there is."""
+
+    def __init__(self, actions: int = 8, seen: int = 128, width: int = 128) -> None:
+        super().__init__()
+        self.times = nn.Sequential(nn.Linear(128, 512), nn.Mish(), nn.Linear(512, 128))
+        sizes = [actions, width, 2 * width, 4 * width]
+        given = 128 + seen
+        self.down = nn.ModuleList(
+            nn.ModuleList((Conditioned(a, b, given), Conditioned(b, b, given))) for a, b in pairwise(sizes)
+        )
+        self.shrink = nn.ModuleList(nn.Conv1d(b, b, 3, 2, 1) for b in sizes[1:-1])
+        self.middle = Conditioned(sizes[-1], sizes[-1], given)
+        self.up = nn.ModuleList(
+            nn.ModuleList((Conditioned(2 * b, a, given), Conditioned(a, a, given)))
+            for b, a in ((sizes[3], sizes[2]), (sizes[2], sizes[1]))
+        )
+        self.grow = nn.ModuleList(nn.ConvTranspose1d(a, a, 4, 2, 1) for a in (sizes[2], sizes[1]))
+        self.leave = nn.Sequential(
+            nn.Conv1d(width, width, 5, padding=2),
+            nn.GroupNorm(8, width),
+            nn.Mish(),
+            nn.Conv1d(width, actions, 1),
+        )
+
+    def forward(
+        self, actions: torch.Tensor, noise: torch.Tensor, seen: torch.Tensor, time: torch.Tensor
+    ) -> torch.Tensor:
+        left = torch.cos(time * torch.pi / 2)[:, None, None]
+        x = left * actions + (1 - left.square()).sqrt() * noise
+        rates = torch.exp(-9.2 * torch.arange(64, device=time.device) / 64)
+        waves = 100 * time[:, None] * rates
+        given = torch.cat([self.times(torch.cat([waves.sin(), waves.cos()], 1)), seen], 1)
+        kept = []
+        for i, (one, two) in enumerate(self.down):
+            x = two(one(x, given), given)
+            kept.append(x)
+            x = self.shrink[i](x) if i < len(self.shrink) else x
+        x = self.middle(x, given)
+        for (one, two), grow in zip(self.up, self.grow, strict=True):
+            x = grow(two(one(torch.cat([x, kept.pop()], 1), given), given))
+        return F.mse_loss(self.leave(x).float(), noise)
+
+
+def diffusion_policy() -> Made:
+    """512 stretches of 32 actions."""
+    return DiffusionPolicy(), (
+        *(torch.randn(512, 8, 32), torch.randn(512, 8, 32)),
+        *(torch.randn(512, 128), torch.rand(512)),
+    )
+
+
+def point_layers(*widths: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(each for a, b in pairwise(widths) for each in (nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU()))
+    )
+
+
+class Turn(nn.Module):
+    """A matrix that turns points, or their features, found from all of them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.see = point_layers(size, 64, 128, 1024)
+        self.tell = nn.Sequential(
+            *(nn.Linear(1024, 512), nn.BatchNorm1d(512), nn.ReLU()),
+            *(nn.Linear(512, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, size * size)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.tell(self.see(x).amax(-1)).unflatten(1, (self.size, self.size))
+        return turned + torch.eye(self.size, device=x.device)
+
+
+class PointNet(nn.Module):
+    """Clouds of points: a network of each point, and the most of each feature."""
+
+    def __init__(self, classes: int = 40) -> None:
+        super().__init__()
+        self.turn, self.turn_features = Turn(3), Turn(64)
+        self.first, self.second = point_layers(3, 64, 64), point_layers(64, 64, 128, 1024)
+        self.head = nn.Sequential(
+            *(nn.Linear(1024, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 256), nn.Dropout(0.3)),
+            *(nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, classes)),
+        )
+
+    def forward(self, points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.first(torch.bmm(self.turn(points), points))
+        turned = self.turn_features(x)
+        x = self.second(torch.bmm(turned, x)).amax(-1)
+        apart = torch.bmm(turned, turned.transpose(1, 2)).float() - torch.eye(64, device=x.device)
+        return F.cross_entropy(self.head(x), labels) + 1e-3 * apart.square().sum((1, 2)).mean()
+
+
+def point_net() -> Made:
+    """64 clouds of 1024 points."""
+    return PointNet(), (torch.randn(64, 3, 1024), torch.randint(0, 40, (64,)))
+
+
+class Contrast(nn.Module):
+    """Speech without labels: convolutions over samples, some of what they say masked, and a transformer that
+    is to tell it from what was said at other moments (as in wav2vec 2.0)."""
+
+    def __init__(self, width: int = 256, model: int = 384) -> None:
+        super().__init__()
+        shapes = ((1, 10, 5), (width, 3, 2), (width, 3, 2), (width, 3, 2), (width, 2, 2), (width, 2, 2))
+        self.see = nn.ModuleList(nn.Conv1d(a, width, size, stride, bias=False) for a, size, stride in shapes)
+        self.norm = nn.GroupNorm(width, width)
+        self.layer_norm = nn.LayerNorm(width)
+        self.enter = nn.Linear(width, model)
+        self.mask = nn.Parameter(torch.randn(model))
+        self.places = nn.Conv1d(model, model, 65, padding=32, groups=16)
+        self.encoder = Encoder(model, 6, 4, dropout=0.1)
+        self.told, self.target = nn.Linear(model, 128), nn.Linear(width, 128)
+
+    def forward(self, sound: torch.Tensor, masked: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        x = sound[:, None]
+        for i, conv in enumerate(self.see):
+            x = conv(x)
+            x = F.gelu(self.norm(x) if i == 0 else x)
+        seen = self.layer_norm(x.transpose(1, 2))
+        x = torch.where(masked[..., None], self.mask, self.enter(seen))
+        x = x + F.gelu(self.places(x.transpose(1, 2))).transpose(1, 2)
+        said, target = self.told(self.encoder(x)), self.target(seen)
+        negative = target.gather(1, others.flatten(1)[..., None].expand(-1, -1, 128)).unflatten(
+            1, others.shape[1:]
+        )
+        chosen = torch.cat([target[:, :, None], negative], 2)
+        alike = F.cosine_similarity(said[:, :, None].float(), chosen.float(), dim=-1) / 0.1
+        lost = -alike.log_softmax(-1)[..., 0]
+        return (lost * masked).sum() / masked.sum()
+
+
+def contrast() -> Made:
+    """8 stretches of two seconds, 20 other moments for each."""
+    return Contrast(), (
+        torch.randn(8, 32_000),
+        torch.rand(8, 199) < 0.5,
+        torch.randint(0, 199, (8, 199, 20)),
+    )
+
+
+class Equivariant(nn.Module):
+    """Particles: messages by distances move both what they are and where they are (EGNN)."""
+
+    def __init__(self, width: int = 128, layers: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Linear(11, width)
+
+        def net(inputs: int, out: int) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, out))
+
+        self.edges = nn.ModuleList(net(2 * width + 1, width) for _ in range(layers))
+        self.gates = nn.ModuleList(nn.Linear(width, 1) for _ in range(layers))
+        self.moves = nn.ModuleList(net(width, 1) for _ in range(layers))
+        self.nodes = nn.ModuleList(net(2 * width, width) for _ in range(layers))
+        self.head = net(width, 1)
+
+    def forward(
+        self, kinds: torch.Tensor, places: torch.Tensor, there: torch.Tensor, energy: torch.Tensor
+    ) -> torch.Tensor:
+        x, count = self.enter(kinds), kinds.shape[1]
+        both = (there[:, :, None] * there[:, None])[..., None]
+        for edge, gate, move, node in zip(self.edges, self.gates, self.moves, self.nodes, strict=True):
+            apart = places[:, :, None] - places[:, None]
+            square = apart.square().sum(-1, keepdim=True)
+            pairs = [x[:, :, None].expand(-1, -1, count, -1), x[:, None].expand(-1, count, -1, -1), square]
+            message = F.silu(edge(torch.cat(pairs, -1)))
+            message = message * gate(message).sigmoid() * both
+            places = places + (apart * move(message).tanh() * both).sum(2) / count
+            x = x + node(torch.cat([x, message.sum(2)], -1))
+        return F.l1_loss((self.head(x)[..., 0] * there).sum(1).float(), energy)
+
+
+def equivariant() -> Made:
+    """64 molecules of 29 atoms."""
+    return Equivariant(), (
+        *(torch.randn(64, 29, 11), torch.randn(64, 29, 3)),
+        *((torch.rand(64, 29) < 0.7).float(), torch.randn(64)),
     )

@@ -265,6 +265,17 @@ PREDICTED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
     ("timm:visformer_tiny", {"batch": 64}, False, {}),
     ("timm:ese_vovnet19b_dw", {"batch": 64}, False, {}),
     ("hf:olmo2", {"batch": 4, "seq": 1024}, False, _FOUR_LAYERS),
+    # From here on after those before had told how many kernels sums and norms take.
+    *(
+        (f"{HELD}:{name}", {}, False, {})
+        for name in (
+            "painter neighbours state_spaces film enlarged mixer diffusion_policy point_net contrast "
+            "equivariant"
+        ).split()
+    ),
+    ("timm:edgenext_small", {"batch": 64}, False, {}),
+    ("timm:levit_128", {"batch": 128}, False, {}),
+    ("hf:modernbert", {"batch": 16, "seq": 512}, False, {"num_hidden_layers": 6}),
 ]
 #: Those whose odd channels are padded, beside themselves as they are.
 PADDED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [

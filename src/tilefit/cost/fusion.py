@@ -25,7 +25,6 @@ from tilefit.ops import Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import tensors_that_stay
 
-_STAGES: dict[str, int] = INDUCTOR.stages
 #: Norms whose statistics need the whole grid, or too much of it, before they can be used.
 _IN_TWO_PASSES = ("native_batch_norm", "native_group_norm")
 #: Sums and products so far: where they run across rows, each thread goes down a column, and each element that
@@ -34,9 +33,8 @@ _IN_TWO_PASSES = ("native_batch_norm", "native_group_norm")
 #: (``benchmarks/compiled_calls.py``), 4.2 M of a state space model, with others, 0.26 ms.
 _SCANS = ("cumsum", "cumprod")
 _APART_BYTES = 27
-#: Sums with enough results, or of so few elements, have one stage; multiprocessors of an H100.
+#: Sums for enough results or of so few elements have one stage; multiprocessors of an H100.
 _SMS, _SHORT_ROW, _SHORT_COLUMN = 132, 8192, 128
-_IMAGE = 2
 #: Tensors that one kernel joins at most (``torch._inductor.config.max_pointwise_cat_inputs``).
 _MOST_JOINED = 8
 
@@ -93,19 +91,29 @@ def _scans_across(entry: StepOp, op: Streaming) -> bool:
 
 
 def _stages(chains: Chains, entry: StepOp, op: Streaming) -> int:
-    """Kernels of an operation beside the one that it is part of: statistics, and sums in two stages."""
-    images = entry.inputs[:1] and len(entry.inputs[0].shape) - _IMAGE
-    if op.function.startswith("native_batch_norm") and images and not (images == _IMAGE and chains.last):
-        return 1 + _is_split(op.inner, op.elements // op.inner, rows=True)
+    """Kernels of an operation beside the one that it is part of: statistics, and sums in several stages."""
+    rest = op.elements // max(1, op.inner)  # as many as are normalised apart
+    if op.function.startswith("native_batch_norm"):
+        # Channels are rows, but for vectors and in NHWC.
+        rows = len(entry.inputs[0].shape) not in (2, 4 * chains.last)
+        split = _is_split(op.inner, rest, rows)
+        if op.function.endswith("backward"):  # two sums begin in one kernel
+            return 1 + 2 * split
+        # Of variances the second stage may be split again.
+        parts = min(op.inner // _SHORT_COLUMN, 8 * _SMS // -(-rest // 128))
+        return 1 + split + (not rows and _is_split(parts, rest, rows))
+    if op.function == "native_layer_norm_backward" and len(entry.outputs) > 1:  # of scale and shift, likewise
+        return 1 + (len(entry.outputs) - 1) * _is_split(rest, op.inner, rows=False)
     if op.role not in ("reduction", "loss") or not entry.outputs:
-        return _STAGES.get(op.function, 0)
+        return int(INDUCTOR.stages.get(op.function, 0))
     made = entry.outputs[0].elements
-    added = op.elements // max(1, op.inner if op.role == "loss" and op.inner else made)
+    added = rest if op.role == "loss" and op.inner else op.elements // max(1, made)
     return _is_split(added, made, rows=made == 1 or not adds_across(op))
 
 
 def _is_split(added: int, made: int, rows: bool) -> bool:
-    """A sum of so many elements, for so many results, has two stages (Inductor's ``reduction_split_factor``).
+    """A sum of so many elements for each of so many results has two stages (Inductor's
+    ``reduction_split_factor``).
 
     Args:
         rows: What is added to a result lies together.
@@ -117,13 +125,6 @@ def _is_split(added: int, made: int, rows: bool) -> bool:
 def _apart(sizes: Collection[int], refs: Iterable[TensorRef]) -> int:
     """Bytes beside their own that are moved for tensors of so many elements, each of which is an access."""
     return sum(ref.elements * (_APART_BYTES - size_bytes(ref.dtype)) for ref in refs if ref.elements in sizes)
-
-
-def _written_apart(chains: Chains, chain: Chain, parts: Sequence[tuple[TensorRef, int]]) -> int:
-    """Kernels beside a chain's own for what is joined in it: other chains write their results to their place."""
-    others = [chains.of.get(writer, chain) for _, writer in parts]
-    made = [source is not chain and part[1] in source.members for part, source in zip(parts, others, strict=True)]
-    return max(0, made.count(False) - 1)
 
 
 def _second_pass(chains: Chains, chain: Chain, index: int) -> tuple[int, float]:
@@ -173,8 +174,8 @@ def _kernel(chains: Chains, chain: Chain) -> StepOp:
     write_bytes += _apart(scanned, outputs.values())
     parts = [op for _, op in members]
     # Each part of what many are joined to is written by a kernel, each table added to by another.
-    joined = [chains.sources[i] for i in chain.members if chains.streaming(i).function in ("cat", "stack")]
-    apart = sum(_written_apart(chains, chain, sources) for sources in joined if len(sources) > _MOST_JOINED)
+    joined = [len(entry.inputs) for entry, op in members if op.function in ("cat", "stack")]
+    apart = sum(count - 1 for count in joined if count > _MOST_JOINED)
     apart += max(0, sum(op.function in ADDING for op in parts) - 1)
     largest = max(parts, key=lambda part: part.elements)
     first = members[0][0]

@@ -73,9 +73,9 @@ OPTIMIZER_S = 24e-6
 #: both gradients); alone and without a profiler these take 20 to 50 and 35 to 110 over the host's speed, a
 #: product 12 (``benchmarks/library_calls.py``). Steps that only call one kernel over and over take less.
 COMPILED_KERNEL_S = 12.5e-6
-COMPILED_CALL_S = {"gemm": 10.5e-6, "conv": 36e-6, "attention": 120e-6}
+COMPILED_CALL_S = {"gemm": 8.5e-6, "conv": 44e-6, "attention": 112e-6}
 COMPILED_OTHER_S = 26e-6
-GIVEN_S = 10.5e-6
+GIVEN_S = 12.5e-6
 GRAPH_PARAMETER_S = 11e-6
 GRAPH_S = 0.46e-3
 #: One layer that the compiler compiles for itself, in a forward pass that it splits: the guards of such
@@ -201,13 +201,11 @@ def _given(step: Step) -> int:
     """Tensors that the backward graph is given."""
     given: set[int] = set()
     made: set[int] = set()
-    drawn = 0  # the state of random numbers of attention
     for entry in step.ops:
         if entry.phase not in (FORWARD, OPTIMIZER) and not entry.eager:
             given |= {ref.id for ref in entry.inputs} - made
             made |= {ref.id for ref in entry.outputs}
-            drawn += 2 * (entry.op.kind == "attention")
-    return len(given) + drawn
+    return len(given)
 
 
 def _update_s(step: Step) -> float:
