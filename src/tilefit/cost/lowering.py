@@ -68,9 +68,8 @@ def lowered(step: Step) -> Iterator[StepOp]:
             yield replace(entry, op=replace(op, function="index"))
         elif isinstance(op, Streaming) and op.function == SUMMED:  # in rows, unless they lie in NHWC
             last = strided and len(entry.inputs[0].shape) == 2 + _IMAGE
-            yield replace(
-                entry, op=replace(op, inner=0 if last else op.elements // entry.outputs[0].elements)
-            )
+            inner = 0 if last else op.elements // entry.outputs[0].elements
+            yield replace(entry, op=replace(op, inner=inner))
         elif isinstance(op, Streaming) and op.function == "native_batch_norm_backward":
             yield replace(entry, inputs=(*entry.inputs[:3], *entry.inputs[-2:]))
         elif isinstance(op, Conv):
