@@ -1,9 +1,11 @@
 """Measure what `tilefit.optimize` gains over ``torch.compile`` alone, many models in a short time on a GPU.
 
     PYTHONPATH=src python benchmarks/compiled_gain.py --out DIR --budget-s 560
+    PYTHONPATH=src python benchmarks/compiled_gain.py --eager --out DIR --budget-s 560
 
-The rows of ``fix_gain.py --compiled``, got as ``compiled_steps.py`` gets its own: every model has a process,
-which plans, compiles the original and the fixed model, and waits; one after another they are timed in turn,
+The rows of ``fix_gain.py --whole``, with ``--compiled`` or, of ``--eager`` models, without, got as
+``compiled_steps.py`` gets its own: every model has a process, which plans, compiles the original and the
+fixed model, and waits; one after another they are timed in turn,
 while nothing else runs. A row is in ``DIR/rows.jsonl`` as soon as it is there; models that have one in a file
 of ``--done`` are left out. A failure is a row too, and not done.
 """
@@ -42,7 +44,7 @@ def work(name: str, options: argparse.Namespace) -> None:
     patiently(
         lambda: rows.append(
             measured(
-                planned(name, options.gpu, "safe", True, options.scale, options.ignore.split()),
+                planned(name, options.gpu, "safe", options.compiled, options.scale, options.ignore.split()),
                 MODELS[name],
                 options,
                 alone=when_called,
@@ -65,6 +67,7 @@ def main() -> None:
     )
     session_arguments(parser, Path("compiled_gain"))
     parser.add_argument("--gpu", default="h200", help="the GPU to plan for")
+    parser.add_argument("--eager", action="store_true", help="nothing is compiled as a whole")
     parser.add_argument("--models", default="", help="names, with commas between; all if empty")
     parser.add_argument("--done", type=Path, nargs="*", default=[], help="rows that exist")
     parser.add_argument("--rounds", type=int, default=6, help="at least")
@@ -73,7 +76,7 @@ def main() -> None:
     parser.add_argument("--ignore", default="", help="fixes that no plan gets, with spaces between")
     parser.add_argument("--scale", type=float, default=0.0, help="the host's launch scale; measured if 0")
     options = parser.parse_args()
-    options.compiled = options.whole = True
+    options.compiled, options.whole = not options.eager, True
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")
     if options.worker:
@@ -86,7 +89,7 @@ def main() -> None:
         sys.exit(f"There is no model {unknown[0]}; there are {', '.join(MODELS)}.")
     scale = options.scale or launch_scale(torch.device(options.device))
     command = [__file__, "--device", options.device, "--scale", str(scale), "--gpu", options.gpu]
-    command += ["--ignore", options.ignore]
+    command += ["--ignore", options.ignore, *(["--eager"] if options.eager else [])]
     for name in ("rounds", "model_s", "round_s"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     session = Session([name for name in wanted if name not in done], options, command, shown)

@@ -1,7 +1,7 @@
 """A calibration's file, as small as deflate makes it: weights are nearly noise, of which codes of fewer
 matches and larger blocks take less, and the bytes of its numbers stand together.
 
-    PYTHONPATH=src python benchmarks/compress_calibration.py src/tilefit/cost/data/h200.npz
+    PYTHONPATH=src python benchmarks/compress_calibration.py src/tilefit/cost/data/h200-donor.npz
 
 The numbers stay what they are, but of the kinds that ``--in-steps`` names: their weights become whole steps
 of one byte, a step for each output. So an H200's attention changes by 0.1 % and its memory-bound operations

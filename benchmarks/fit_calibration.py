@@ -1,7 +1,7 @@
 """Fit the shipped calibration of the H200 to what collect_h200.py measured, and record its errors.
 
     PYTHONPATH=src python benchmarks/fit_calibration.py --data results/h200 \
-        --out src/tilefit/cost/data/h200.npz
+        --out src/tilefit/cost/data/h200-donor.npz
 
 The test set is that of pack_h200.py: whole families of shapes, so that no test shape has a near neighbour in
 the training set. Operations of some models (Llama and Whisper; of convolutions DenseNet and SqueezeNet) are

@@ -448,7 +448,7 @@ def predicted_again(row: dict[str, Any], gpu: PricedGpu) -> None:
     model = MODELS[row["model"]]
     loaded = load_model(model, "meta", small=False)
     run = Run(loaded.model, loaded.inputs, _options(model), loss=loaded.loss)
-    estimate = estimate_step(run.capture(), gpu)
+    estimate = estimate_step(run.compiled(run.capture()), gpu)
     row["predicted_before_ms"] = 1e3 * estimate.time_s
     row["predicted_gpu_ms"] = [1e3 * estimate.gpu_time_s]
     python_s = 0.0
@@ -471,13 +471,13 @@ def with_recorded(
     for summary in fix["summaries"]:
         step = run.capture()
         context = Context(step, gpu, estimate_step(step, gpu), run)
-        found = [c for c in finder.find(context) if not isinstance(c, Refusal) and c.summary == summary]
+        found = [c for c in finder.find(context) if not isinstance(c, Refusal) and c.words == summary]
         if not found:
             raise LookupError(f"{fix['name']} does not find this any more: {summary}")
         found[0].apply(run)
         more_s += found[0].host_s
     eager = not (run.options.compile or run.cuda_graph)
-    return more_s, estimate_step(run.capture(), gpu, python_s=eager * (python_s + more_s))
+    return more_s, estimate_step(run.compiled(run.capture()), gpu, python_s=eager * (python_s + more_s))
 
 
 def predict_again(recorded: Path, gpu: str, names: Sequence[str], out: Path | None) -> None:

@@ -3,9 +3,9 @@
     PYTHONPATH=src python benchmarks/other_machine.py benchmarks/results/rows_seventh_h100 --gpu h100-sxm
     PYTHONPATH=src python benchmarks/other_machine.py benchmarks/results/rows_second_h200 --gpu h200
 
-The seventh H100 and the second H200 teach nothing. Of the sixth and the eighth the networks that ship were
-taught (of products and convolutions on both, of memory-bound operations on the sixth), there only the
-families that ``pack_h200.py`` holds out are of interest; they are told apart of every machine. Half of the
+The seventh H100 teaches nothing. Of the sixth and the eighth an H100's networks were taught (of products and
+convolutions on both, of memory-bound operations on the sixth), of the second H200 an H200's; there only the
+families that ``pack_h200.py`` holds out are of interest, which are told apart of every machine. Half of the
 aligned products were left out when they were drawn.
 """
 

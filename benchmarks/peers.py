@@ -111,16 +111,14 @@ def main() -> None:
     held_out = [each for each in everything if each.held_out]
     tested = Random(0).sample(held_out, min(args.rows, len(held_out)))
     peak, bandwidth = measured_ceilings(trained)
-    fitted = calibration.read(args.calibration) if args.calibration else priced.shipped(GPU)
-    notes = [] if fitted else [f"no calibration of the {GPU.name} ships: tilefit is the analytic stage alone"]
-    others, missing = nv_heuristics()
-    notes += missing
+    fitted = calibration.read(args.calibration) if args.calibration else priced.left_out(GPU).calibration
+    others, notes = nv_heuristics()
     predictors: dict[str, Predict] = {
         "roofline, datasheet": roofline(GPU.peak_flop_per_s("bf16"), GPU.memory_bandwidth_bytes_per_s),
         "roofline, measured": roofline(peak, bandwidth),
         **others,
         "tilefit, analytic": lambda op: analytic(op, GPU).time_s,
-        **({"tilefit, calibrated": corrected(fitted)} if fitted else {}),
+        "tilefit, calibrated": corrected(fitted),
     }
     truth = np.array([each.time_s for each in tested])
     aligned = np.array([select(each.op, GPU).alignment_bytes >= ALIGNMENT_BYTES for each in tested])  # type: ignore[arg-type]
@@ -152,7 +150,7 @@ def main() -> None:
         "held_out_rows": len(held_out),
         "tested_rows": len(tested),
         "measured_ceilings": {"flop_per_s": round(peak), "bytes_per_s": round(bandwidth)},
-        "calibration": {key: fitted.about[key] for key in ("collected", "versions")} if fitted else None,
+        "calibration": {key: fitted.about[key] for key in ("collected", "versions")},
         PACKAGE: version(PACKAGE) if others else None,
         "notes": notes,
         "errors": scores,

@@ -273,9 +273,9 @@ FIXES: dict[type[nn.Module], tuple[str, ...]] = {
     Images: ("pad-channels", "pad-channels", "channels-last"),
     Loop: ("pad-linear",),
     Layer: ("persistent-kernels",),
-    Norm: ("fuse-normalizations",),
-    WrittenGelu: ("fuse-activations",),
-    WrittenSilu: ("fuse-activations",),
+    Norm: ("compile-parts",),
+    WrittenGelu: ("compile-parts",),
+    WrittenSilu: ("compile-parts",),
     Model: ("merge-projections", "pad-linear"),
 }
 

@@ -31,9 +31,8 @@ class Change(ChangeSet):
 
     does: Done
 
-    @property
-    def summary(self) -> str:
-        return f"Change {', '.join(self.modules)}."
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "words", f"Change {', '.join(self.modules)}.")
 
     def make(self, run: Run, edits: Edits) -> None:
         for path in self.modules:

@@ -238,10 +238,9 @@ KINDS = {
     "fuse-attention": Kind("fuse-attention", Attention, on_meta(2, 8, 16), (2, 8, 16)),
     "fit-heads": Kind("fit-heads", encoder_layer, on_meta(2, 8, 20), (2, 8, 20)),
     "contiguous-masks": Kind("contiguous-masks", PaddedAlone, on_meta(2, 8, 16), (2, 8, 16)),
-    "fuse-activations": Kind("fuse-activations", lambda: linear(16, 32, 16, act=WrittenGelu), ROWS, (8, 16)),
-    "fuse-normalizations": Kind(
-        "fuse-normalizations",
-        lambda: nn.Sequential(nn.Linear(64, 64), WrittenNorm(), nn.Linear(64, 64)),
+    "compile-parts": Kind(
+        "compile-parts",
+        lambda: nn.Sequential(nn.Linear(64, 64), WrittenNorm(), nn.Linear(64, 64), WrittenGelu()),
         on_meta(1 << 18, 64),
         (8, 64),
         options={"min_gain": 0.01},

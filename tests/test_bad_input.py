@@ -110,7 +110,7 @@ _WRONG = (
     *(("report", name) for name in ("deep.json", "nan.json")), ("compare", "deep.json", "deep.json"),
     *(("fix", *_NET, "--level", value) for value in ("", "safest", "SAFE ", "1")),
     *(("fix", *_NET, "--memory-budget", value) for value in ("-1", "x", "nan", "")),
-    *(("fix", *_NET, "--select", value) for value in ("", ",")),
+    *(("fix", *_NET, "--select", value) for value in ("", ",")), ("fix", "train.py", "--gpu", "h200", "--memory-budget", "40"),
     *(("fix", *_NET, *flags) for flags in (("--diff",), ("--write",), ("--diff", "--write"))),
     *(("profile", name) for name in ("", "none.json", "bad.json", "empty.json", "list.json", "nothing.py", ".")),
     *(("precision", name) for name in ("", "nothing.py", ".", "/")),

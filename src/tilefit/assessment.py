@@ -57,6 +57,7 @@ class Assessment:
     def report(self) -> Report:
         """Everything about the step, as data."""
         step, gpu, estimate = self.step, self.gpu, self.context.estimate
+        times_s = rules.combinations(self.context, self.found)
         report = build(
             step,
             gpu,
@@ -65,10 +66,9 @@ class Assessment:
             gpu.calibration_title,
             batch_curve=batch_curve(step, gpu, estimate),
             environment=_versions(),
-            safe_gain_s=rules.safe_gain_s(self.context, self.found),
+            safe_gain_s=rules.safe_gain_s(self.context, self.found, times_s),
         )
-        times = rules.combinations(self.context, self.found)
-        return replace(report, combinations=tuple(Combination(*each) for each in times))
+        return replace(report, combinations=tuple(Combination(*each) for each in times_s))
 
 
 def _versions() -> dict[str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from torch import nn
 
 from tilefit.assessment import Assessment
-from tilefit.capture.child import capture_target
+from tilefit.capture.child import capture_in_child, capture_target
 from tilefit.capture.sites import noting_makers
 from tilefit.cost.priced import resolve
 from tilefit.ops import Step
@@ -63,6 +65,46 @@ def test_annotations_stand_at_the_users_line(step: Step) -> None:
     assert "file=transformers" not in annotations
     assert "own_code.py:8: ALN002" in render(report, "concise")
     assert '"uri": "transformers' not in render(report, "sarif")
+
+
+_FUNCTION = """\
+import torch
+from torch import nn
+
+class Own(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+def build(device=None):
+    first, second = nn.Linear(64, 64, device=device), nn.Linear(64, 64, device=device)
+    optimizers = [Own(first.parameters()), torch.optim.Adam(second.parameters())]
+    idle = torch.optim.Adam(second.parameters())
+
+    def step():
+        x = torch.zeros(64, 64, device=device)
+        second(first(x)).sum().backward()
+        for each in optimizers:
+            each.step()
+
+    return step
+"""
+
+
+@pytest.mark.parametrize("device", ["None", "'cuda'"])
+def test_a_function_has_the_lines_of_its_optimizers_and_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("function.py").write_text(_FUNCTION.replace("None", device))
+    step = capture_in_child("function.py:build", TargetOptions(), fresh=True)
+    assert step.program.optimizers == ("function.py:10",)
+    assert {(each.call, each.name) for each in step.program.models} == {
+        ("function.py:15:23", "first"),
+        ("function.py:15:24", "second"),
+    }
+    assert step.program.calls_models
+    assert Step.from_json(step.to_json()) == step
+    assert bool(step.program) == (device != "None")  # on shapes nothing of it is to be priced or told
 
 
 def test_classes_are_left_as_they_were() -> None:

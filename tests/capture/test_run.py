@@ -18,7 +18,7 @@ from alone import alone
 from capturing import Lines, captured, entries, names, products, rows
 from tilefit.capture import capture
 from tilefit.errors import CaptureError, UsageError
-from tilefit.ops import FORWARD, Conv, Gemm
+from tilefit.ops import FORWARD, Conv, Gemm, Step
 
 
 def _model() -> nn.Module:
@@ -433,6 +433,27 @@ def test_as_many_features_as_samples_make_no_graph() -> None:
     square = torch.empty(64, 64)
     assert capture(Gated(64), (square, torch.empty(64, 8))).batch == 64
     assert capture(Graph(48), (torch.empty(64, 48), square)).batch == 0
+
+
+def test_what_the_loss_leaves_out_is_known() -> None:
+    parts = {name: nn.Linear(8, 8) for name in ("trunk", "head", "other", "unused")}
+
+    def forward(self: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.trunk(x)
+        return {"head": self.head(x), "other": self.other(x)}
+
+    def left_out(loss: Callable[[Any], torch.Tensor] | None) -> tuple[str, ...]:
+        step = captured(forward, rows(4, 8), parts=parts, loss=loss)
+        assert Step.from_json(step.to_json()) == step
+        return step.left_out
+
+    assert left_out(None) == ()
+    assert left_out(lambda output: output["head"].sum()) == ("other.weight", "other.bias")
+
+
+@pytest.mark.parametrize("sizes", [(0, 16), (4, 0, 16), (0,)])
+def test_empty_inputs_have_no_batch(sizes: tuple[int, ...]) -> None:
+    assert captured(lambda self, x: 2 * x, torch.empty(sizes, requires_grad=True)).batch == 0
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -262,3 +262,21 @@ def test_in_processes_of_its_own(tilefit, tmp_path: Path) -> None:
     assert ran.code == 1
     assert "loading" not in ran.out
     assert (tmp_path / "train.py").read_text() == _FUSED
+
+
+def test_what_has_no_price_is_not_said_to_save_nothing(
+    tilefit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""\
+import torch
+
+torch.backends.cudnn.deterministic = True
+net = torch.nn.Conv2d(3, 64, 3).to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(4):
+    net(torch.randn(8, 3, 32, 32, device="cuda")).mean().backward()
+    optimizer.step()
+""")
+    ran = tilefit("fix", "train.py", "--gpu", "h200", "--select", "ANO001", "--diff")
+    assert "ANO001  not priced  advice  the whole step: no fix does it" in " ".join(ran.err.split("\n"))

@@ -228,7 +228,7 @@ def test_what_ships_is_what_is_used_without_any_other() -> None:
 
 def test_a_gpu_nobody_measured_takes_what_another_took() -> None:
     h100, a100 = left_out(gpus.get("h100")), priced(A100)
-    assert h100.donor == a100.donor == priced(H200)
+    assert h100.donor == a100.donor == left_out(H200)
     assert h100.calibration_title.startswith("the NVIDIA H200")
     stream = Streaming("pointwise", 1 << 30, 1 << 31, 1 << 31, function="gelu", dtype="bf16")
     assert [estimate(PRODUCT, gpu).provenance for gpu in (h100, a100)] == ["transferred", "estimated"]
@@ -255,7 +255,7 @@ def test_a_calibration_that_ships_on_top_of_a_donors(tmp_path: Path) -> None:
     assert told == ["estimated", "estimated", "transferred"]
     for op in (stream, PRODUCT):
         assert 0.7 < estimate(op, h100).time_s / estimate(op, left_out(h100)).time_s < 1.4
-    assert priced("h100-pcie").donor == priced(H200)
+    assert priced("h100-pcie").donor == left_out(H200)
     slow = replace(gpus.get("h100"), memory_bandwidth_bytes_per_s=1e12)  # its facts count at every stage
     stream = Streaming("pointwise", 1 << 30, 1 << 31, 1 << 31, function="gelu", dtype="bf16")
     assert estimate(stream, slow).time_s > 2.5 * estimate(stream, h100).time_s
@@ -269,6 +269,29 @@ def test_a_calibration_that_ships_on_top_of_a_donors(tmp_path: Path) -> None:
     for op in (PRODUCT, heads):
         assert own.covers(op)
         assert estimate(op, own).time_s == pytest.approx(estimate(op, h100).time_s, rel=1e-6)
+
+
+def test_what_ships_for_the_donor_corrects_it_and_others_rest_on_it_alone(tmp_path: Path) -> None:
+    h200, donor = priced(H200), left_out(H200)
+    assert h200.donor is donor.donor is None
+    assert h200.before == donor == priced("h100").before.donor
+    assert h200.calibration_title == "measured by tilefit's authors, 2026-11-27"
+    heads, layer = Attention(8, 16, 1024, 64), Gemm(513, 1021, 777, "bf16")
+    assert estimate(heads, h200) == estimate(heads, donor)  # of which it says nothing itself
+    corrected, before = (estimate(layer, each) for each in (h200, donor))
+    assert corrected.provenance == before.provenance == ESTIMATED
+    assert (corrected.kernel_family, corrected.tile) == (before.kernel_family, before.tile)
+    assert 0.7 < corrected.time_s / before.time_s < 1.4
+    assert corrected.time_s != before.time_s
+
+    # A quick calibration of a GPU that has none corrects what is carried over from the donor.
+    quick = tmp_path / "quick.npz"
+    about = {"gpu": A100.name, "networks": {}, "date": "2026-11-23", "launch_scale": 1.0}
+    write(Calibration({}, about | {"quick": {"memory": 1.0, "clock": 1.0}}), quick)
+    own = priced(A100, quick)
+    assert own.donor == donor
+    stream = Streaming("pointwise", 1 << 30, 1 << 31, 1 << 31, function="gelu", dtype="bf16")
+    assert estimate(stream, own).time_s == pytest.approx(estimate(stream, A100).time_s, rel=1e-6)
 
 
 def test_old_libraries_run_misaligned_sizes_without_tensor_cores() -> None:

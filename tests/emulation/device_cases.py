@@ -138,6 +138,18 @@ case("mixing raises")(lambda: raised(lambda: unknown(3) + torch.ones(3))[:59])
 case("sparse sums are refused")(lambda: raised(lambda: 1 + torch.eye(3).to_sparse().cuda())[:43])
 
 
+@case("nested tensors are the host's")
+def _():
+    parts = [torch.ones(n, 4) for n in (2, 3)]
+    nested = torch.nested.nested_tensor
+    refused = [
+        lambda: nested(parts).cuda(),
+        lambda: nested(parts, device="cuda"),
+        lambda: nested([each.cuda() for each in parts]),
+    ]
+    return [list(nested(parts).to_padded_tensor(0.0).cuda().shape), [raised(each)[:30] for each in refused]]
+
+
 @case("sparse product")
 def _():
     weight = torch.nn.Parameter(torch.ones(3, 2, device="cuda"))
@@ -341,6 +353,22 @@ def _():
     return [list(scores.grad.shape), {kind: COPIES.count(kind) for kind in sorted(COPIES)}]
 
 
+@case("written part by part")
+def _():
+    """Memory that nobody has written to is known once it is, and what is unknown is none of it."""
+    lengths = torch.tensor([3, 12, 5])
+    packed = nn.utils.rnn.pack_padded_sequence(gpu(3, 12, 8), lengths, batch_first=True, enforce_sorted=False)
+    again = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[1]
+    parts = torch.empty(4, dtype=torch.int64, device="cuda")
+    parts[:2], parts[2:] = 7, torch.tensor([1, 2]).cuda()
+    mixed = torch.empty(2, dtype=torch.int64, device="cuda")
+    mixed[:1] = unknown(1 << 10, 8).argmax()
+    mixed[1:] = 9
+    unread = torch.empty(2, dtype=torch.int64, device="cuda")
+    states = [(bool(each.value.state.lost), each.value.state.assumed) for each in (parts, mixed, unread)]
+    return [again.tolist(), parts.tolist(), states]
+
+
 @case("packed")
 def _():
     packed = nn.utils.rnn.pack_padded_sequence(unknown(3, 12, 8), torch.tensor([12, 5, 3]), batch_first=True)
@@ -520,6 +548,22 @@ def _():
     return torch.backends.cuda.cufft_plan_cache.size
 
 
+@case("boxes")
+def _():
+    """torchvision, whose compiled operations a CPU build of PyTorch does not have."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    if not hasattr(torch.ops.torchvision, "nms"):
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    kept = torch.ops.torchvision.nms(unknown(2000, 4), unknown(2000), 0.5)
+    return [kept.dtype == torch.int64, kept.device.type, 100 < len(kept) < 1900]
+
+
+@case("built for")
+def _():
+    return torch.version.cuda
+
+
+torch.version.cuda = "13.7"  # a build for CUDA: torchvision refuses to load beside another version
 NUMBERS = [numbers_after_a_model_is_made(), [0, 0, 0]]
 device = Device(Nobody(), RULES)
 install(device, gpus.get("h100-sxm"))

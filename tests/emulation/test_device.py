@@ -42,6 +42,7 @@ def _answers() -> dict[str, Any]:
         "cpu stays real": 10.0,
         "mixing raises": "RuntimeError: Expected all tensors to be on the same device",
         "sparse sums are refused": "CaptureError: add.Tensor of a sparse tensor",
+        "nested tensors are the host's": [[2, 3, 4], ["CaptureError: a nested tensor "] * 3],
         "sparse product": ["cuda:0", [5, 2], [3, 2]],
         "made of its parts": [3, False, [[2, 3], [2, 3]], [4, 2], "CaptureError: the gradient of a spar"],
         "made sparse": [[6, True, [5, 3]], [6, True, [5, 3]]],
@@ -90,6 +91,7 @@ def _answers() -> dict[str, Any]:
         "numbers of the host": [True, False],
         # The targets and the lengths that the GPU has; three tables for each pass, one for the mean.
         "ctc": [[50, 4, 20], {"to_gpu": 7, "to_host": 2}],
+        "written part by part": [[3, 12, 5], [7, 7, 1, 2], [[False, False], [False, True], [True, False]]],
         "packed": [20, 8],
         "checkpoint": [4, 4],
         "inference mode": [2, 5],
@@ -107,6 +109,8 @@ def _answers() -> dict[str, Any]:
         "conjugates": [True, [5, 6], True, [5, 6]],
         "profilers": True,
         "settings of libraries": 0,
+        "boxes": [True, "cuda", True],
+        "built for": "13.7",
     }.items(),
 )
 def test_code_on_the_emulated_gpu(case: str, answer: Any) -> None:

@@ -133,6 +133,10 @@ def windowed(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
     return (q @ k.mT).masked_fill(distance.abs() > 2, -math.inf).softmax(-1) @ v
 
 
+def traced_letters(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return torch.einsum("bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v)
+
+
 WRITTEN = [
     plain, min_gpt, annotated, extended, relative, where, batched, einsum, ellipsis, triangular, windowed,
 ]  # fmt: skip
@@ -173,6 +177,22 @@ def test_same_function(core: Core, masked: bool) -> None:
     result = tilefit.verify(original, fused(original), inputs(masked), steps=1)
     assert result.ok, result
     assert result.compared > 30
+
+
+class Traceable(Attention):
+    """Its sizes are not read."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return x + self.out(self.core(self, q, k, v, mask).transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("core", [plain, ellipsis, traced_letters])
+def test_it_is_traced_as_it_is_written(core: Core) -> None:
+    original = nn.Sequential(Traceable(core).double())
+    traced, x = torch.fx.symbolic_trace(fused(original, "0")), inputs(masked=False)["x"]
+    assert "scaled_dot_product_attention" not in traced.code
+    torch.testing.assert_close(traced(x), original(x))
 
 
 @pytest.mark.parametrize("core", [min_gpt, einsum, triangular, where])

@@ -92,10 +92,86 @@ def test_hooks_that_come_later_are_called(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(seen) == 1
 
 
+class Product(nn.Module):
+    """Returns a product in a view of it, and what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"output": (x @ self.weight.mT).view(-1), "x": x}
+
+
+class Replay(torch.autograd.Function):
+    """Its product, whose output and gradients lie in the same memory every time, as those of a CUDA graph."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: list[torch.Tensor], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.memory = memory
+        ctx.save_for_backward(x, weight)
+        return memory[0].copy_(x @ weight.mT).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        by_input = ctx.memory[1].copy_(gradient @ weight).detach() if ctx.needs_input_grad[1] else None
+        return None, by_input, ctx.memory[2].copy_(gradient.mT @ x).detach()
+
+
+def test_what_graphs_return_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replayed(function: Any, mode: str) -> Any:
+        weight, memory = function.__self__.weight, [torch.empty(5, 3), torch.empty(5, 4), torch.empty(3, 4)]
+        return lambda x: {"output": Replay.apply(memory, x, weight).view(-1), "x": x}
+
+    original = Product()
+    model = copy.deepcopy(original)
+    monkeypatch.setattr(torch, "compile", replayed)
+    compilation(REDUCE_OVERHEAD).apply(Run(model))
+    seen: dict[nn.Module, list[Any]] = {original: [], model: []}
+    for number, x in enumerate(torch.randn(6, 5, 4)):
+        for each, kept in seen.items():
+            leaf = x.clone().requires_grad_(number > 1)
+            found = each(leaf)
+            assert found["x"] is leaf
+            found["output"].square().sum().backward()
+            kept.append((found["output"], leaf.grad, each.weight.grad))
+            if number < 3:  # later ones are added up
+                each.weight.grad = None
+    torch.testing.assert_close(seen[model], seen[original])
+
+
 def test_a_step_that_waits_for_the_host_gets_graphs() -> None:
     found = plan(Gated(), 64)
     assert found.candidates == (compilation(REDUCE_OVERHEAD),)
     assert "reduce-overhead" in found.fixes[0].summary
+
+
+class TwoHeads(Gated):
+    """Scores in two ways, of which a step may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        return y, self.other(y)
+
+
+def test_where_a_head_gets_no_gradient_the_compiler_would_make_zeros() -> None:
+    compiled = torch.compile(TwoHeads(), backend="aot_eager")
+    compiled(torch.ones(2, 512))[0].sum().backward()
+    assert not compiled.other.weight.grad.any()  # the reason for what follows
+
+    found = plan(TwoHeads(), 1 << 20, loss=lambda output: output[0].mean())
+    assert not found.fixes
+    assert "zeros" in found.refused[0].reason
+    assert [fix.name for fix in plan(TwoHeads(), 1 << 20).fixes] == ["compile"]
+    x = torch.empty(1 << 20, 512, device="meta")
+    report = tilefit.check(TwoHeads(), x, gpu="h200", amp="bf16", loss=lambda output: output[0].mean())
+    (finding,) = (each for each in report.findings if each.code == "NTC001")
+    assert (finding.safety, "zeros" in finding.fix) == ("advice", True)
 
 
 def test_products_gain_nothing() -> None:

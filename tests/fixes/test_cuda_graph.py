@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tilefit.capture.torchvision_import import tolerated
 from tilefit.fixes import strip
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.changes.run import Run
-from tilefit.fixes.kinds.cuda_graph import GRAPH, _leaves_of_our_own, _State
+from tilefit.fixes.kinds.cuda_graph import GRAPH, _leaves_of_our_own, _modes, _Replay, _State
 
 
 def network() -> nn.Sequential:
@@ -86,6 +87,44 @@ def test_what_is_captured_has_leaves_of_its_own(layer: nn.Module) -> None:
         assert parameter.grad is None
         assert leaves[parameter].grad is not None
         assert leaves[parameter].data_ptr() == parameter.data_ptr()
+
+
+def test_a_call_is_another_where_products_run_in_another_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    before, matmul = _modes(), torch.backends.cuda.matmul
+    matmul.fp32_precision = "tf32"  # after which older switches cannot be read
+    try:
+        assert _modes() != before
+    finally:
+        matmul.fp32_precision = "none"
+    assert _modes() == before
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert _modes() != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_second_backward_pass_through_one_call_is_an_error(another: bool) -> None:
+    graph = SimpleNamespace(replay=lambda: None)
+    captured = SimpleNamespace(
+        forward_graph=graph,
+        backward_graph=graph,
+        outputs=[torch.ones(3)],
+        differentiable=[True],
+        output_gradients=[torch.ones(3)],
+        gradients=[torch.ones(2)],
+        ticket=None,
+    )
+    weight = torch.ones(2, requires_grad=True)
+    (output,) = _Replay.apply(captured, weight)
+    output.sum().backward(retain_graph=True)
+    torch.testing.assert_close(weight.grad, torch.ones(2))
+    if another:
+        (_other,) = _Replay.apply(captured, weight)
+    with pytest.raises(RuntimeError, match="second backward pass"):
+        output.sum().backward()
 
 
 def test_on_the_cpu_nothing_changes() -> None:

@@ -19,6 +19,7 @@ from tilefit.fixes import ChangeSet, Edits, RefusedError, Run
 from tilefit.fixes.changes.behaviour import behaviours
 from tilefit.fixes.planning import planner, registry
 from tilefit.fixes.planning.measuring import RunningStep, step_times_s
+from tilefit.options import StepOptions
 
 
 class Clock:
@@ -74,6 +75,13 @@ def test_variants_share_an_optimizer_unless_it_is_another() -> None:
     assert fused.optimizer is not first.optimizer
     assert [step.optimizer.param_groups[0]["fused"] for step in (first, fused)] == [None, True]
     assert fused.optimizer.param_groups[0]["lr"] == 0
+
+
+def test_gradients_are_clipped_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    clipped: list[float] = []
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda parameters, norm: clipped.append(norm))
+    RunningStep(Run(model(), torch.randn(5, 13), StepOptions(clip=0.5)))()
+    assert clipped == [0.5]
 
 
 def test_a_model_that_is_on_no_gpu_is_not_measured() -> None:

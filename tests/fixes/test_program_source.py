@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from tilefit.fixes.source.loops import at_once
 from tilefit.fixes.source.patches import texts_of
 from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.training import WRITERS
-from tilefit.ops import OPTIMIZER, Fallback, HostEvent, Loader, Site, StepOp, Streaming
+from tilefit.ops import OPTIMIZER, Called, Fallback, HostEvent, Loader, Site, StepOp, Streaming
 from tilefit.ops.program import TO_GPU, TO_HOST, WAIT, Program
 from tilefit.options import ProgramOptions, Selection, TargetOptions
 from tilefit.session.fixing import FixRequest, ProgramFixSession
@@ -53,9 +54,9 @@ def line_of(text: str, part: str) -> int:
 
 def end_of(text: str, part: str) -> str:
     """Line and column of where a call that begins so ends; empty where there is none."""
-    for number, line in enumerate(text.splitlines(), 1):
-        if part in line:
-            return f"{number}:{line.index(')', line.index(part)) + 1}"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and (ast.get_source_segment(text, node) or "").startswith(part):
+            return f"{node.end_lineno}:{node.end_col_offset}"
     return ""
 
 
@@ -76,7 +77,11 @@ def written(folder: Path, code: str, text: str, at: str, **events: Any) -> tuple
         ),
         loaders=(Loader(f"{path}:{line_of(text, 'DataLoader(data')}", 64, 0, False),),
         optimizers=(f"{path}:{line_of(text, 'torch.optim')}",) if trains else (),
-        models=tuple(f"{path}:{end}" for call in ("model(", "teacher(") if (end := end_of(text, call))),
+        models=tuple(
+            Called(f"{path}:{end}", *((f"{path}:{end_of(text, 'torch.optim')}", name) if name else ()))
+            for call, name in (("model(", "model" if trains else ""), ("self.model(", ""), ("teacher(", ""))
+            if (end := end_of(text, call))
+        ),
     )
     update = Streaming("optimizer", 1024, 12288, 8192)
     unfused = StepOp(update, OPTIMIZER, Site(fallback=Fallback(1, update, "adamw")))
@@ -103,7 +108,7 @@ def request_for(*codes: str) -> FixRequest:
     ("code", "at", "level", "old", "new"),
     [
         ("NTC003", "torch.optim", "safe", "lr=1e-3\n", "lr=1e-3, fused=True\n"),
-        ("NTC001", "loss = model", "safe", "\n)\n", "\n)\nmodel.compile()\n"),
+        ("NTC001", "loss = model", "safe", "optimizer = t", "model.compile()\noptimizer = t"),
         ("ANO001", "anomaly", "unsafe", "anomaly(True)", "anomaly(False)"),
         ("SYN001", "total +=", "unsafe", "loss.item()", "loss.detach()"),
         (
@@ -156,27 +161,6 @@ def test_what_is_copied_into_each_parameter_is_computed_for_all(value: str, list
     assert all(map(torch.equal, models[0].parameters(), models[2].parameters()))
 
 
-def test_each_model_of_an_optimizer_is_compiled(tmp_path: Path) -> None:
-    several = _TRAIN.replace("model.parameters(), lr", "[*one.parameters(), *two.parameters()], lr")
-    level, text = written(tmp_path, "NTC001", several, "torch.optim")
-    assert (level, text) == ("safe", several.replace("\n)\n", "\n)\none.compile()\ntwo.compile()\n"))
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        "groups = [{'params': [p for p in model.parameters() if p.ndim > 1]}]\n",
-        "many = [p for n, p in model.named_parameters() if 'norm' not in n]\ngroups = [{'params': many}]\n",
-        "groups = []\nfor name, p in model.named_parameters():\n    groups.append({'params': [p]})\n",
-    ],
-)
-def test_a_model_is_known_by_the_groups_of_its_parameters(tmp_path: Path, groups: str) -> None:
-    before, after = _TRAIN.replace("model.parameters(), lr", "groups, lr").split("optimizer =", 1)
-    level, text = written(tmp_path, "NTC001", f"{before}{groups}optimizer ={after}", "torch.optim")
-    after = after.replace("\n)\n", "\n)\nmodel.compile()\n", 1)
-    assert (level, text) == ("safe", f"{before}{groups}optimizer ={after}")
-
-
 def test_weights_are_clamped_at_once() -> None:
     """As those of a critic of Wasserstein's."""
     loop = "for p in critic.parameters():\n    p.data.clamp_(-0.3, bound)"
@@ -188,28 +172,44 @@ def test_weights_are_clamped_at_once() -> None:
     assert all(map(torch.equal, *(critic.parameters() for critic in critics)))
 
 
+_TRAINER = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, loader):
+        self.model = model.to(device)
+        self.optimizer = made(self.model, "torch.optim.AdamW")
+
+    def run(self):
+        for x, y in self.loader:
+            loss = self.model(x, y)
+            total += loss.item()
+
+class Other:
+    def __init__(self, model):
+        self.net = model
+
+loader = DataLoader(data)
+"""
+
+
+def test_a_model_of_a_class_is_compiled_where_its_constructor_names_it(tmp_path: Path) -> None:
+    made = "        self.model = model.to(device)\n"
+    level, text = written(tmp_path, "NTC001", _TRAINER, "torch.optim")
+    assert (level, text) == ("safe", _TRAINER.replace(made, f"{made}        self.model.compile()\n"))
+
+
 @pytest.mark.parametrize(
-    ("parts", "compiled"),
+    ("old", "new"),
     [
-        ("[{'params': model.a.parameters()}, {'params': model.b.parameters(), 'lr': 1e-4}]", "model"),
-        ("model.module.parameters()", "model.module"),
-        ("other.a.parameters()", "other.a"),
+        ("self.net = model", "self.model = model"),
+        ("        self.model = model.to(device)\n", "        if device:\n            self.model = model\n"),
     ],
 )
-def test_of_parts_of_a_model_that_is_called_the_model_is_compiled(
-    tmp_path: Path, parts: str, compiled: str
-) -> None:
-    text = _TRAIN.replace("model.parameters(), lr", f"{parts}, lr")
-    assert written(tmp_path, "NTC001", text, "loss = model")[1] == text.replace(
-        "\n)\n", f"\n)\n{compiled}.compile()\n"
-    )
-
-
-def test_of_groups_of_many_models_none_is_taken(tmp_path: Path) -> None:
-    groups = "groups = [p for each in models for p in each.parameters()]\noptimizer ="
-    text = _TRAIN.replace("model.parameters(), lr", "groups, lr").replace("optimizer =", groups)
-    with pytest.raises(RefusedError, match="not clear what the model is called"):
-        written(tmp_path, "NTC001", text, "torch.optim")
+def test_a_model_that_a_class_may_name_elsewhere_is_left(tmp_path: Path, old: str, new: str) -> None:
+    assert old in _TRAINER
+    with pytest.raises(RefusedError, match="not made there"):
+        written(tmp_path, "NTC001", _TRAINER.replace(old, new), "torch.optim")
 
 
 def test_a_model_is_compiled_before_its_optimizer_is_returned(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_model_that_nobody_trains_is_compiled_as_well(tmp_path: Path) -> None:
     level, text = written(tmp_path, "NTC001", both, "torch.optim")
     made = "teacher = build().to(device)\n"
     expected = both.replace(made, f"{made}teacher.compile()\n")
-    assert (level, text) == ("safe", expected.replace("\n)\n", "\n)\nmodel.compile()\n"))
+    assert (level, text) == ("safe", expected.replace("optimizer = t", "model.compile()\noptimizer = t"))
 
 
 def test_of_two_models_on_a_line_the_calls_are_told_apart(tmp_path: Path) -> None:
@@ -304,8 +304,6 @@ def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any)
     [
         ("NTC003", "torch.optim", "lr=1e-3", "**settings"),
         ("NTC003", "torch.optim", "lr=1e-3", "foreach=True"),
-        ("NTC001", "torch.optim", "model.parameters(), lr", "[p for m in all for p in m.parameters()], lr"),
-        ("NTC001", "torch.optim", "model.parameters(), lr", "parameters, lr"),
         ("FOR001", "a.data.mul_", "alpha=1 - decay", "alpha=a.numel()"),
         ("FOR001", "a.data.mul_", "alpha=1 - decay", "alpha=random.random()"),
         ("FOR001", "a.data.mul_", "(decay)", "(next(decays))"),
@@ -388,6 +386,138 @@ for _ in range(4):
     assert Path("train.py").read_text() == text
 
 
+_BLOCKS = """\
+import torch
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return x + y * torch.sigmoid(1.7 * y) + 0.1 * torch.tanh(y)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, blocks=6):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+"""
+_STEPS = """
+for _ in range(4):
+    optimizer.zero_grad()
+    loss(torch.randn(4096, 256, device="cuda")).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "before", "compiled"),
+    [
+        (
+            """
+def grouped(module):
+    return [{"params": [p]} for p in module.parameters()]
+
+
+net = Net().to("cuda")
+loss = lambda x: net(x).square().mean()
+optimizer = torch.optim.SGD(grouped(net), lr=0.1)
+""",
+            "optimizer = torch",
+            "net",
+        ),
+        (
+            """
+class Task(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = Net(), Net(3)
+
+    def loss(self, x):
+        return self.head(self.net(x)).square().mean()
+
+    def optimizer(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+task = Task().to("cuda")
+loss, optimizer = task.loss, task.optimizer()
+""",
+            "return torch",
+            "self.head self.net",
+        ),
+        (
+            """
+class Adversaries(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = Net(), Net()
+
+    def forward(self, x):
+        return self.generator(x)
+
+
+models = Adversaries().to("cuda")
+optimizer = torch.optim.SGD(models.parameters(), lr=0.1)
+loss = lambda x: models.critic(models(x)).square().mean()
+""",
+            "optimizer = torch",
+            "models models.critic",
+        ),
+        (
+            """
+class Trainer:
+    def __init__(self):
+        self.nets = torch.nn.ModuleList([Net(), Net()]).to("cuda")
+        parameters = [p for net in self.nets for p in net.parameters()]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def loss(self, x):
+        return sum(net(x).square().mean() for net in self.nets)
+
+
+trainer = Trainer()
+loss, optimizer = trainer.loss, trainer.optimizer
+""",
+            "self.optimizer = torch",
+            "self.nets[1] self.nets[0]",
+        ),
+        (
+            """
+net = Net().to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+wrapped = torch.nn.DataParallel(net)
+loss = lambda x: wrapped(x).square().mean()
+""",
+            "optimizer = torch",
+            "net",
+        ),
+    ],
+)
+def test_the_models_that_are_called_are_compiled_where_the_optimizer_is_made(
+    made: str, before: str, compiled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever way their parameters take to it."""
+    monkeypatch.chdir(tmp_path)
+    text = _BLOCKS + made + _STEPS
+    Path("train.py").write_text(text)
+    patches = ProgramFixSession(request_for("NTC001")).patches
+    assert [patch.level for patch in patches.made] == ["safe"]
+    (line,) = (line for line in text.splitlines() if before in line)
+    indentation = line[: -len(line.lstrip())]
+    added = "".join(f"{indentation}{name}.compile()\n" for name in compiled.split())
+    assert [*patches.texts().values()] == [text.replace(line, f"{added}{line}")]
+
+
 def test_what_a_step_does_beside_its_passes_is_not_for_the_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,7 +553,7 @@ for _ in range(4):
     session = ProgramFixSession(request)
     (patch,) = session.patches.made
     findings = {finding.code: finding for finding in session.assessment.findings}
-    assert (patch.code, patch.where) == ("NTC001", "train.py:19")
+    assert (patch.code, patch.where) == ("NTC001", "train.py:18")
     assert patch.gain_s == pytest.approx(findings["NTC001"].gain_s, rel=0.02)
     assert {each.reason for each in session.patches.by_hand} == {"what it adds depends on each tensor"}
 

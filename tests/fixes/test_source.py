@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 from tilefit import gpus, rules
 from tilefit.capture.child import capture_target
 from tilefit.cost import estimate_step
+from tilefit.cost.priced import resolve
 from tilefit.errors import UsageError
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.patches import ByHand, Patches, Trial, propose
-from tilefit.fixes.source.program import Loaded
+from tilefit.fixes.source.program import Files
 from tilefit.fixes.source.syntax import Syntax
 from tilefit.fixes.source.training import WRITERS_OF_LOADED
 from tilefit.ops import Step
-from tilefit.options import TargetOptions
+from tilefit.options import Selection, TargetOptions
 from tilefit.rules.base import Context
+from tilefit.session.fixing import FixRequest, FixSession
 
 Proposed = Callable[..., Patches]
 
@@ -64,13 +66,10 @@ def proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proposed:
         def find(context: Context) -> list[rules.Finding]:
             return rules.run(context.step, gpu, context.estimate, select=select, min_gain=0.001)
 
-        _forget(tmp_path)
-        program = Loaded(target, TargetOptions(input=options.input))
-
         def changed(sources: Mapping[str, str]) -> Step:
             return captured(target, replace(options, sources=sources))
 
-        return propose(context, Trial(WRITERS_OF_LOADED, program, changed, find, levels))
+        return propose(context, Trial(WRITERS_OF_LOADED, Files.of(step, path), changed, find, levels))
 
     return run
 
@@ -480,8 +479,49 @@ def test_no_line_of_the_user_builds_a_class_that_is_the_target(tmp_path: Path) -
     # The command line that names it is none.
     path = tmp_path / "a_class.py"
     path.write_text(_HEAD + _NET)
-    assert not Loaded(f"{path}:Net", TargetOptions(input=["float32[8,2048]"])).built_at
+    step = capture_target(f"{path}:Net", TargetOptions(input=("float32[8,2048]",)))
+    assert not Files.of(step, path).built_at
 
 
 def test_no_line_of_the_user_builds_a_model_of_a_library() -> None:
-    assert not Loaded("torchvision:alexnet", TargetOptions(batch=1)).built_at
+    assert not Files.of(capture_target("torchvision:alexnet", TargetOptions(batch=1)), Path()).built_at
+
+
+def test_a_function_is_brought_into_no_budget(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(_HEAD + _LOOP)
+    request = FixRequest(
+        target=f"{path}:build",
+        options=TargetOptions(),
+        gpu=resolve("h200")[0],
+        selection=Selection(),
+        memory_bytes=2**30,
+    )
+    with pytest.raises(UsageError, match="is a function") as error:
+        _ = FixSession(request).plan
+    assert "--memory-budget" in error.value.hint
+
+
+def test_a_function_that_names_the_device_is_fixed_and_not_run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    text = _HEAD + _LOOP.replace("net = Net()", "net = Net().cuda()").replace(
+        "2048)\n        y", "2048).cuda()\n        y"
+    )
+    (tmp_path / "package" / "script.py").write_text(text)
+    session = FixSession(
+        FixRequest(
+            target="package.script:build",
+            options=TargetOptions(),
+            gpu=resolve("h200")[0],
+            selection=Selection(select=("NTC003",)),
+        )
+    )
+    assert session.plan is None
+    assert _changed(session.patches) == [
+        "-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)",
+        "+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)",
+    ]
+    assert "package.script" not in sys.modules

@@ -29,7 +29,6 @@ from fixable import (
     Heads,
     Padded,
     Projections,
-    WrittenGelu,
     WrittenNorm,
     convolutions,
     linear,
@@ -326,83 +325,11 @@ def overflow_of_padded_channels(m: Any) -> Any:
     return y, gradients(m)
 
 
-class Swish(nn.Module):
-    """SiLU as long as beta is 1."""
-
-    beta = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(self.beta * x)
-
-
-class ClampedSilu(nn.Module):
-    """SiLU up to 50."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * torch.sigmoid(x)).clamp(max=50.0)
-
-
-class SafeSilu(nn.Module):
-    """SiLU of numbers only."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nan_to_num(x * torch.sigmoid(x), 0.0, posinf=1e4)
-
-
-EXTREME = torch.tensor([-1e4, -60.0, -1.0, 0.0, 1.0, 40.0, 100.0, 1e30, float("nan"), float("inf")])
-
-
-def activation_values(m: Any) -> Any:
-    x = EXTREME[:-2].clone().requires_grad_()
-    y = m[1](x)
-    return m[1](EXTREME).tolist(), y.tolist(), torch.autograd.grad(y.sum(), x)[0].tolist()
-
-
-def beta_annealed(m: Any) -> Any:
-    before = m[1](X)
-    m[1].beta = 2.0
-    return before, m[1](X)
-
-
-CASES += [
-    Case(
-        "beta_annealed", lambda: linear(16, 32, 16, act=Swish), ROWS, "fuse-activations", beta_annealed, True
-    ),
-    *(
-        Case(f"values_of_{act.__name__}", make, ROWS, "fuse-activations", activation_values, True)
-        for act in (Swish, ClampedSilu, SafeSilu)
-        for make in [lambda act=act: linear(16, 32, 16, act=act)]
-    ),
-]
-
-
-@case(lambda: linear(16, 32, 16, act=WrittenGelu), ROWS, "fuse-activations")
-def written_gelu(m: Any) -> Any:
-    return m(X), m[1](EXTREME[1:5]).tolist(), m.double()(X.double())
-
-
 def normalized(late: bool) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), WrittenNorm(late=late), nn.Linear(64, 64))
 
 
 WIDE_ROWS = on_meta(1 << 18, 64)
-
-
-def types_of_results(m: Any) -> Any:
-    x = torch.ones(4, 64)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = m[1](m[0](x)).dtype, m[1](x).dtype, m[1](x.bfloat16()).dtype
-    plain = m[1](x).dtype, m[1](x.bfloat16()).dtype
-    return mixed, plain, m.bfloat16()[1](x.bfloat16()).dtype
-
-
-CASES += [
-    Case(
-        f"types_of_results_{late}", lambda late=late: normalized(late), WIDE_ROWS, "fuse-normalizations",
-        types_of_results, True, {"min_gain": 0.01},
-    )
-    for late in (True, False)
-]  # fmt: skip
 
 
 # ---- nothing is kept from call to call ---------------------------------------------------------
@@ -614,7 +541,7 @@ def cache_written_to(m: Any) -> Any:
     return m.eval()(TOKENS, torch.ones(3, 16, dtype=torch.bool), cache), cache
 
 
-@pytest.mark.parametrize("fix", ["fuse-attention", "fuse-normalizations"])
+@pytest.mark.parametrize("fix", ["fuse-attention", "compile-parts"])
 def test_a_fix_is_made_once(fix: str) -> None:
     model, rows = (Causal(-50.0), 16) if fix == "fuse-attention" else (normalized(late=True), 64)
     plan = planned(model, on_meta(2, 16, rows), fix, verify=False)  # for ever, if it is proposed again
@@ -895,8 +822,8 @@ def test_classes_that_register_their_subclasses() -> None:
 
 def test_a_module_that_makes_another_of_its_class() -> None:
     model = normalized(late=True)
-    plan = planned(model, WIDE_ROWS, "fuse-normalizations", min_gain=0.01)
-    assert applied(plan) == {"fuse-normalizations"}
+    plan = planned(model, WIDE_ROWS, "compile-parts", min_gain=0.01)
+    assert applied(plan) == {"compile-parts"}
     other = model[1].clone()
     assert not difference(WrittenNorm()(torch.ones(2, 64)), other(torch.ones(2, 64)))
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 import tilefit
+from fixable import WrittenGelu, WrittenNorm
+from tilefit.fixes.changes.fix import ChangeSet
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.attention.attention import fusing
 from tilefit.fixes.kinds.cuda_graph import GRAPH
 from tilefit.fixes.kinds.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS
+from tilefit.fixes.kinds.parts import CompiledAlone
 from tilefit.fixes.kinds.projections import Merging
 from tilefit.fixes.kinds.settings import REDUCE_OVERHEAD, compilation, fused
 
@@ -227,6 +232,76 @@ def test_an_old_backward_pass_is_an_error() -> None:
         out.backward()
 
 
+def test_a_second_backward_pass_through_one_call_is_an_error(replays: list[int]) -> None:
+    model = graphed(network().eval())
+    for x in batches(4):
+        model(x).sum().backward()
+    assert replays
+    out = model(x).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="cuda-graph"):
+        out.backward()
+
+
+def test_what_no_loss_is_made_of_gets_no_gradient() -> None:
+    original = nn.MultiheadAttention(64, 4).cuda()
+    model = graphed(copy.deepcopy(original))
+    for x in batches(5):
+        for which in (original, model):
+            which.zero_grad()
+            which(x[None], x[None], x[None])[1].square().sum().backward()
+        for p, q in zip(original.parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_model_that_writes_to_what_it_is_given_does() -> None:
+    model = graphed(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64)).cuda())
+    for x in batches(5):
+        given = x.clone()
+        model(given)
+        torch.testing.assert_close(given, x.relu())
+
+
+def test_a_capture_that_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = torch.cuda.CUDAGraph.capture_end
+
+    def broken(graph: Any) -> None:
+        end(graph)
+        raise RuntimeError("of no use")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", broken)
+    original = network().eval()
+    model = graphed(copy.deepcopy(original))
+    xs = batches(5)
+    with torch.no_grad(), pytest.warns(UserWarning, match="of no use"):
+        found = [model(x) for x in xs]
+    with torch.no_grad():
+        torch.testing.assert_close(found, [original(x) for x in xs])
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_threads_capture_one_after_the_other(replays: list[int]) -> None:
+    original = network().eval()
+    model = graphed(copy.deepcopy(original))
+    found: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        with torch.no_grad():
+            found[number] = [model(x) for x in batches(20)]
+
+    threads = [Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert replays
+    with torch.no_grad():
+        expected = [original(x) for x in batches(20)]
+    for number in range(3):
+        torch.testing.assert_close(found[number], expected)
+
+
 def test_random_numbers_differ_between_replays(replays: list[int]) -> None:
     model = graphed(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda())
     (x,) = batches(1)
@@ -253,12 +328,13 @@ def test_the_fused_optimizer_goes_on_from_a_half_trained_one() -> None:
     assert next(iter(optimizers[1].state.values()))["step"].is_cuda
 
 
-def test_a_compiled_model_trains_as_before() -> None:
+@pytest.mark.parametrize("micro", [1, 3])
+def test_a_compiled_model_trains_as_before(micro: int) -> None:
     original = network()
     model = copy.deepcopy(original)
     compilation(REDUCE_OVERHEAD).apply(Run(model))
-    xs = batches(6)
-    expected, found = train(original, xs, amp=False), train(model, xs, amp=False)
+    xs = batches(9)
+    expected, found = train(original, xs, False, micro), train(model, xs, False, micro)
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-3, atol=1e-5)
 
 
@@ -327,3 +403,34 @@ def test_merged_projections(amp: str) -> None:
     x = torch.randn(64, 96)
     result = tilefit.verify(original, changed, x, amp=amp, dtype=torch.float32, device="cuda")
     assert result.ok, result
+
+
+# ---- parts that are compiled alone -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amp", ["", "bf16"])
+def test_parts_that_are_compiled(amp: str) -> None:
+    torch.manual_seed(0)
+    layer = [nn.Linear(64, 64), WrittenNorm(), nn.Linear(64, 64), WrittenGelu()]
+    original = nn.Sequential(*(copy.deepcopy(each) for _ in range(6) for each in layer))
+    changed = copy.deepcopy(original)
+    written = [str(number) for number in range(1, 24, 2)]
+    ChangeSet.giving(written, CompiledAlone(), "").apply(Run(changed))
+    before = counters["stats"]["unique_graphs"]
+    x = torch.randn(96, 64)
+    result = tilefit.verify(original, changed, x, amp=amp, dtype=torch.float32, device="cuda")
+    assert result.ok, result
+    exact = tilefit.verify(original, changed, x, dtype=torch.float64, device="cuda")
+    assert exact.ok, exact
+    assert before < counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_part_that_is_written_to_is_the_same_or_an_error() -> None:
+    part = WrittenNorm().cuda()
+    ChangeSet.giving([""], CompiledAlone(), "").apply(Run(part))
+    x = torch.randn(8, 64, device="cuda", requires_grad=True)
+    (part(x).mul_(2).square()).sum().backward()
+    gradient, x.grad = x.grad, None
+    tilefit.strip(part)
+    (part(x).mul_(2).square()).sum().backward()
+    torch.testing.assert_close(gradient, x.grad)

@@ -155,7 +155,8 @@ def together(monkeypatch: pytest.MonkeyPatch, h200: Gpu, step: Step, run_with) -
     def call(*proposals: Proposal) -> float:
         run_with(step, *proposals)
         context = Context(step, h200, estimate_step(step, h200))
-        return safe_gain_s(context, find(context, Selection()))
+        found = find(context, Selection())
+        return safe_gain_s(context, found, combinations(context, found))
 
     return call
 
@@ -204,6 +205,20 @@ def test_compilation_is_priced_on_top_of_other_changes(step: Step, together, h20
     after = estimate_step(shorter(replace(step, ops=step.ops[2:])), h200)
     assert together(first, whole) == pytest.approx(estimate_step(step, h200).time_s - after.time_s)
     assert together(first, whole) > max(together(first), together(whole))
+
+
+def test_safe_changes_that_do_not_suit_the_others_are_left_out(step: Step, together) -> None:
+    """As attention in one kernel, of which a compiled step has no use any more."""
+
+    def without_first(of: Step) -> Step:
+        return replace(of, ops=tuple(each for each in of.ops if each != step.ops[0]))
+
+    smaller = replace(step.ops[0], op=Gemm(8192, 4096, 4096))
+    compiled = Change(step=without_first(step), rewrite=without_first)
+    changes = [Change({0: (smaller,)}), Change({2: ()}), compiled]
+    first, last, whole = (proposal(change, str(index)) for index, change in enumerate(changes))
+    assert together(first, last, whole) == pytest.approx(together(last, whole))
+    assert together(first, last, whole) > max(together(whole), together(first, last))
 
 
 def test_every_choice_of_findings_has_a_time(step: Step, run_with, h200: Gpu) -> None:

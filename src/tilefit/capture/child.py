@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -31,40 +31,34 @@ from tilefit.options import AnyOptions, ProgramOptions, TargetOptions
 
 
 def capture_target(target: str, options: TargetOptions) -> Step:
-    """Load and capture a target in this process."""
-    if not options.sources:
-        return _capture_target(target, options)
-    from tilefit.capture.overlay import overlaid
-
-    with overlaid(options.sources):
-        return _capture_target(target, options)
-
-
-def _capture_target(target: str, options: TargetOptions) -> Step:
+    """Load and capture a target in this process, with the texts of files that its options give."""
     from tilefit.capture.copies import in_type
     from tilefit.capture.failures import CHECK_INPUTS
+    from tilefit.capture.overlay import overlaid
     from tilefit.capture.run import capture
     from tilefit.capture.semantic import SHORTER_INPUTS
     from tilefit.capture.sites import noting_makers
     from tilefit.capture.targets import load
 
-    with _uncollected(), noting_makers():
-        loaded = load(target, options)
-    if options.weights:
-        loaded = replace(loaded, **in_type(loaded.model, loaded.inputs, options.weights))
-    try:
-        return capture(
-            loaded.model,
-            loaded.inputs,
-            options=options,
-            loss=loaded.loss,
-            name=loaded.name,
-            notes=loaded.notes,
-        )
-    except CaptureError as error:
-        known = {CHECK_INPUTS: loaded.hint, SHORTER_INPUTS: loaded.shorter}
-        error.hint = known.get(error.hint) or error.hint
-        raise
+    # Without others, what a target has imported is not forgotten.
+    with overlaid(options.sources) if options.sources else nullcontext(), noting_makers():
+        with _uncollected():
+            loaded = load(target, options)
+        if options.weights:
+            loaded = replace(loaded, **in_type(loaded.model, loaded.inputs, options.weights))
+        try:
+            return capture(
+                loaded.model,
+                loaded.inputs,
+                options=options,
+                loss=loaded.loss,
+                name=loaded.name,
+                notes=loaded.notes,
+            )
+        except CaptureError as error:
+            known = {CHECK_INPUTS: loaded.hint, SHORTER_INPUTS: loaded.shorter}
+            error.hint = known.get(error.hint) or error.hint
+            raise
 
 
 @contextmanager
@@ -245,9 +239,11 @@ def _captured(target: str, options: TargetOptions) -> Step:
     except TilefitError as error:
         if options.on_cpu or not has_source(target) or not needs_device(error):
             raise
+        from tilefit.capture.overlay import overlaid
         from tilefit.capture.program.function import capture_function
 
-        step = capture_function(target, options)
+        with overlaid(options.sources):
+            step = capture_function(target, options)
         if step is None:
             raise
         return step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -57,10 +57,24 @@ def loss_of_output(
 
 def _is_made_of(number: torch.Tensor, others: list[torch.Tensor]) -> bool:
     """Whether a backward pass from a number goes through all the others: not so from a part of a loss."""
-    seen, todo = set(), [number.grad_fn]
+    reached = _reached([number])
+    return all(other.grad_fn in reached for other in others)
+
+
+def _reached(results: Iterable[torch.Tensor]) -> set[Any]:
+    """The nodes that a backward pass from some tensors goes through."""
+    seen: set[Any] = set()
+    todo: list[Any] = [result.grad_fn for result in results]
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
             todo += [before for before, _ in node.next_functions]
-    return all(other.grad_fn in seen for other in others)
+    return seen
+
+
+def without_gradient(output: Any, loss: torch.Tensor) -> set[torch.Tensor]:
+    """Leaves that something in a model's output is made of, and the loss is not: those of a head that is left
+    out. Their gradients are None."""
+    nodes = _reached(leaf for leaf in tensors(output) if leaf.requires_grad) - _reached([loss])
+    return {node.variable for node in nodes if hasattr(node, "variable")}

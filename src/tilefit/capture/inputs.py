@@ -118,7 +118,7 @@ def _range(extents: Sequence[int]) -> str:
 def batch_of(inputs: Any, ops: Iterable[StepOp]) -> int:
     """Samples: the length of a list of images; or of the sizes that the inputs begin with, the second one of
     what may be time-first, and the length of a list of samples of different lengths, the first that divides
-    the rows of what the step multiplies. 0 for a graph, whose nodes are no samples."""
+    the rows of what the step multiplies. 0 for a graph, whose nodes are no samples, and of empty inputs."""
     arguments: Any = inputs.values() if isinstance(inputs, Mapping) else inputs
     ragged: list[Any] = []
     # A tensor is no list of arguments; iterating over it would make a view of every row.
@@ -130,7 +130,7 @@ def batch_of(inputs: Any, ops: Iterable[StepOp]) -> int:
         ragged += [each] * (isinstance(each, list) and _is_ragged(each))
     # Masks that serve all samples, positions and lengths come first at times.
     parts = {id(part) for each in ragged for part in each}
-    shapes = [tuple(t.shape) for t in tensors(inputs) if t.dim() and id(t) not in parts]
+    shapes = [tuple(t.shape) for t in tensors(inputs) if t.numel() and t.dim() and id(t) not in parts]
     shapes = [shape for shape in shapes if len(shape) > 1] or shapes
     sizes = [shape[0] for shape in shapes if shape[0] > 1]
     if not (sizes or ragged):

@@ -61,6 +61,8 @@ class Modes:
         self.saved_bytes = 0
         #: Parameters that had no size yet when their model was first seen, by name.
         self.without_size: dict[str, nn.Parameter] = {}
+        #: Of an output that the loss does not use.
+        self.without_gradient: set[torch.Tensor] = set()
         self._held_bytes = 0  # parameters, buffers, inputs
         self.notes: list[str] = []
         #: Layers that ``torch.compile`` compiles each for itself.
@@ -253,6 +255,7 @@ class Modes:
             notes=(*notes, *self.notes, *self.semantic.fused.notes),
             program=Program(events=tuple(meetings)),
             returned=tuple(sorted(made & self.recorder.returned)),
+            left_out=tuple(first for tensor, (first, *_) in names.items() if tensor in self.without_gradient),
         )
 
 

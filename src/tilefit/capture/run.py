@@ -13,9 +13,10 @@ from torch import nn
 
 from tilefit.capture.copies import copied, on_device, to_channels_last
 from tilefit.capture.dtypes import AMP_DTYPES
-from tilefit.capture.forward import call, loss_of_output
+from tilefit.capture.forward import call, loss_of_output, without_gradient
 from tilefit.capture.modes import Modes
 from tilefit.capture.optimizer import made_optimizer
+from tilefit.capture.sites import called, made_at
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import StepKeywords, StepOptions
@@ -101,7 +102,11 @@ def capture(
         channels_last=options.channels_last or modes.channels_last_seen,
         compiled=options.compile,
     )
-    return modes.step(settings, name or function or type(model).__name__, inputs, notes)
+    step = modes.step(settings, name or function or type(model).__name__, inputs, notes)
+    made = dict.fromkeys(map(made_at, modes.steps.known)) if function else ()
+    models = (called(module, place, modes.steps.known) for module, place in modes.sites.calls)
+    program = replace(step.program, optimizers=tuple(made), models=tuple(models))
+    return replace(step, program=program)
 
 
 def _refuse_model(model: Any, train: bool) -> None:
@@ -176,6 +181,7 @@ def _step(
                 return
             loss, note = loss_of_output(output, loss_of)
             modes.notes += [note] if note else []
+            modes.without_gradient = without_gradient(output, loss)
         del output
         if options.amp == "fp16":
             loss = loss * 65536.0  # what GradScaler.scale does

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from tilefit.capture.packages import library_folder
-from tilefit.ops import Fallback, Op, Site
+from tilefit.ops import Called, Fallback, Op, Site
 from tilefit.ops.step import maker
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -33,8 +34,14 @@ _FOREIGN = (
 )
 
 
-#: Where a module keeps the line that made it.
+#: Where a module or an optimizer keeps the line that made it.
 _MADE = "_tilefit_made"
+#: Where an optimizer keeps what modules were called where it was made: by the call that goes on in a frame
+#: (:meth:`SiteTracker.source_call`), the innermost first, and by their names there.
+_NAMES = "_tilefit_names"
+_Names = Mapping[str, "weakref.ref[nn.Module]"]
+#: Frames that are a part of a statement of the frame around them.
+_WITHIN_STATEMENTS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>")
 
 
 def call_end(code: CodeType, instruction: int) -> tuple[int, int] | None:
@@ -50,33 +57,90 @@ def call_end(code: CodeType, instruction: int) -> tuple[int, int] | None:
 
 @contextmanager
 def noting_makers() -> Iterator[None]:
-    """Within the block every module that is made remembers the user's line that made it, or what it is in."""
+    """Within the block every module that is made remembers the user's line that made it, or what it is in;
+    every optimizer the line, be it a library's, and what modules are called there."""
 
-    def noted(module: nn.Module, *args: Any, **keywords: Any) -> None:
-        plain(module, *args, **keywords)
-        module.__dict__[_MADE] = _maker(module)
+    def noting(plain: Callable[..., None]) -> Callable[..., None]:
+        def noted(made: object, *args: Any, **keywords: Any) -> None:
+            plain(made, *args, **keywords)
+            made.__dict__[_MADE] = _maker(made)
+            if isinstance(made, torch.optim.Optimizer):
+                made.__dict__[_NAMES] = dict(_names_around())
 
-    plain = nn.Module.__init__
-    with patch.object(nn.Module, "__init__", noted):
+        return noted
+
+    kinds = nn.Module, torch.optim.Optimizer
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(patch.object(kind, "__init__", noting(kind.__init__)))
         yield
 
 
-def made_at(module: nn.Module) -> str:
-    """``file:line`` of the user's that made a module; empty where that is not known."""
-    return str(module.__dict__.get(_MADE, ""))
+def made_at(made: object) -> str:
+    """``file:line`` that made a module or an optimizer; empty where that is not known."""
+    return str(made.__dict__.get(_MADE, ""))
 
 
-def _maker(module: nn.Module) -> str:
-    """``file:line`` of the innermost frame of the user's that is not the module's own constructor."""
+def _maker(made: object) -> str:
+    """``file:line`` of the innermost frame of the user's that is not its own constructor."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith(_LOADERS):
         code = frame.f_code
-        if not (_is_foreign(code.co_filename) or library_folder(code.co_filename)):
-            own = code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is module
+        of_library = isinstance(made, nn.Module) and library_folder(code.co_filename)
+        if not (_is_foreign(code.co_filename) or of_library):
+            own = code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is made
             if not own:
                 return f"{short_path(code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _names_around() -> Iterator[tuple[str, _Names]]:
+    """What the frames of the user's own files call modules, attributes of objects among them."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(_LOADERS):
+        file = frame.f_code.co_filename
+        # What a comprehension names is known in it alone.
+        if not (_is_foreign(file) or library_folder(file) or frame.f_code.co_name in _WITHIN_STATEMENTS):
+            named: dict[str, Any] = {**frame.f_locals}
+            for name, value in frame.f_locals.items():
+                if not isinstance(value, nn.Module | type | ModuleType):
+                    held = getattr(value, "__dict__", None) or {}
+                    named |= {f"{name}.{part}": held[part] for part in held}
+            names = {name: weakref.ref(it) for name, it in named.items() if isinstance(it, nn.Module)}
+            yield _call_in(short_path(file), frame), names
+        frame = frame.f_back
+
+
+def called(model: nn.Module, call: str, optimizers: Iterable[torch.optim.Optimizer]) -> Called:
+    """A model that is called, by the name that it, or what it only wraps, has where an optimizer was made."""
+    inner = model
+    while True:
+        for optimizer in optimizers:
+            for beside, names in optimizer.__dict__.get(_NAMES, {}).items():
+                if beside and (found := _expressions(inner, names)):
+                    return Called(call, beside, min(found, key=len))
+        parts = [part for part in inner.children() if any(True for _ in part.parameters())]
+        if len(parts) != 1 or any(True for _ in inner.parameters(recurse=False)):
+            return Called(call)
+        (inner,) = parts
+
+
+def _expressions(model: nn.Module, names: _Names) -> list[str]:
+    """What a model is called by way of names: ``net``, ``self.net``, ``net.blocks[3]``."""
+    return [
+        name + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split(".") if part)
+        for name, module in names.items()
+        if (held := module()) is not None
+        for path, part in held.named_modules()
+        if part is model
+    ]
+
+
+def _call_in(path: str, frame: FrameType) -> str:
+    """``file:line:column`` of where the call that goes on in a frame ends; empty where that is not known."""
+    end = call_end(frame.f_code, frame.f_lasti)
+    return f"{path}:{end[0]}:{end[1]}" if end else ""
 
 
 def _is_foreign(filename: str) -> bool:
@@ -108,6 +172,8 @@ class SiteTracker:
     ) -> None:
         #: The models that ran, by what the names of their modules and parameters begin with.
         self.roots: list[tuple[str, nn.Module]] = []
+        #: Those that were not named before, and where their first calls are written (:meth:`source_call`).
+        self.calls: list[tuple[nn.Module, str]] = []
         self._on_root = on_root
         self._on_backward, self._on_gradients = on_backward, on_gradients
         self._is_model = is_model
@@ -173,6 +239,7 @@ class SiteTracker:
 
         def entered(module: nn.Module, args: Any) -> None:
             if self._is_new(module):
+                self.calls.append((module, self.source_call()))
                 self.name_modules(module)
             self._stack.append(self._names.get(id(module), ""))
 
@@ -247,8 +314,7 @@ class SiteTracker:
         """``file:line:column`` of where the call that goes on in that frame ends (:func:`call_end`); without
         what is not known."""
         path, frame = self._users(sys._getframe(1))
-        end = call_end(frame.f_code, frame.f_lasti) if frame else None
-        return f"{path}:{end[0]}:{end[1]}" if end else ""
+        return _call_in(path, frame) if frame else ""
 
     def is_called_by(self, folder: str) -> bool:
         """Whether the user's line that runs calls what goes on by way of PyTorch's files in a folder."""

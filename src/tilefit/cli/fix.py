@@ -74,7 +74,7 @@ class FixOptions:
 
 
 #: Options of what is done at run time, to a model.
-_OF_RUN_TIME = ("verify", "measure")
+_OF_RUN_TIME = ("verify", "measure", "memory_budget")
 
 
 @dataclass(frozen=True)

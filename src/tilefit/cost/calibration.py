@@ -99,10 +99,12 @@ class Network:
         return replace(self, layers=(*self.layers[:-1], (weight, bias)), bounds=bounds)
 
     def members(self, rows: Sequence[Sequence[float]] | NDArray[np.float32]) -> NDArray[np.float32]:
-        """The outputs of each network of the ensemble: [members, rows, 2 + families + tiles + 2 * paths]."""
+        """The outputs of each network of the ensemble: [members, rows, 2 + families + tiles + 2 * paths].
+
+        Of rows of more inputs than it was fitted to those at their end are left out."""
         import numpy as np
 
-        x = np.asarray(rows, dtype=np.float32)
+        x = np.asarray(rows, dtype=np.float32)[:, : len(self.low)]
         x = ((np.clip(x, self.low, self.high) - self.mean) / self.scale)[None]
         for index, (weight, bias) in enumerate(self.layers):
             x = x @ weight + bias
@@ -165,13 +167,10 @@ class Calibration:
         outputs = network(rows)
         times = baselines * np.exp(outputs[:, 0])
         spreads = np.exp(np.minimum(outputs[:, 1], WIDEST))
-        lower, upper = np.array([network.apart.get(apart(op), network.quantiles) for op in ops]).T
+        lower, upper = np.array([network.apart.get(apart(op, gpu), network.quantiles) for op in ops]).T
         low = times * np.exp(lower * spreads)
         high = times * np.exp(upper * spreads)
-        ends = 2 + len(network.families)
-        chosen: Any = [()] * len(ops)
-        if network.families:
-            chosen = zip(_choices(outputs[:, 2:ends]), _choices(outputs[:, ends:]), strict=True)
+        chosen = _kernels(outputs, network) if network.families else [{}] * len(ops)
         corrected = []
         columns = times.tolist(), low.tolist(), high.tolist(), chosen
         for op, estimate, each_s, low_s, high_s, choice in zip(ops, analytic, *columns, strict=True):
@@ -179,11 +178,8 @@ class Calibration:
             time_s = max(each_s, floor)
             facts: dict[str, Any] = {}
             if choice and isinstance(op, Gemm):
-                (family, _), (tile, sure) = choice
-                tile = network.tiles[tile] if sure >= SURE else None
-                waves = count(op.m, op.n, tile, op.batch) / gpu.sms if tile else None
-                family = network.families[family] or estimate.kernel_family
-                facts = {"kernel_family": family, "tile": tile, "waves": waves}
+                tile = choice["tile"]
+                facts = choice | {"waves": count(op.m, op.n, tile, op.batch) / gpu.sms if tile else None}
             corrected.append(
                 replace(
                     estimate,
@@ -214,14 +210,30 @@ def least_error(times: NDArray[np.float32], logits: NDArray[np.float32]) -> NDAr
     return found
 
 
-def _choices(logits: NDArray[np.float32]) -> list[tuple[int, float]]:
-    """The most likely class of each row, with its probability."""
+def _kernels(outputs: NDArray[np.float32], network: Network) -> list[dict[str, Any]]:
+    """Of each row the likeliest family and, where that is sure enough, tile, and all that is said of them."""
     import numpy as np
 
-    best = logits.argmax(axis=1)
-    top = logits.max(axis=1, keepdims=True)
-    probability = 1.0 / np.exp(logits - top).sum(axis=1)
-    return list(zip(best.tolist(), probability.tolist(), strict=True))
+    ends = 2 + len(network.families)
+    families, tiles = (_shares(each) for each in (outputs[:, 2:ends], outputs[:, ends:]))
+    sides = np.log2([tile or (1, 1) for tile in network.tiles])
+    sure, unnamed = tiles.max(axis=1), tiles @ [tile is None for tile in network.tiles]
+    odds = np.column_stack((families, tiles @ sides, sure, unnamed, outputs[:, 1]))
+    likeliest = families.argmax(axis=1), np.where(sure >= SURE, tiles.argmax(axis=1), -1), odds.tolist()
+    named = [{"kernel_family": name} if name else {} for name in network.families]
+    return [
+        named[family] | {"tile": network.tiles[tile] if tile >= 0 else None, "odds": tuple(told)}
+        for family, tile, told in zip(*likeliest, strict=True)
+    ]
+
+
+def _shares(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Probabilities of the classes of each row."""
+    import numpy as np
+
+    raised = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares: NDArray[np.float32] = raised / raised.sum(axis=1, keepdims=True)
+    return shares
 
 
 def on_analytic(
@@ -231,7 +243,7 @@ def on_analytic(
     of the features, and the inputs of networks that correct that.
 
     The inputs are the features and, last, the logarithm of the first stage's time over their baseline; of
-    products ``in_parts`` also how wide its interval is, and how they are divided.
+    products ``in_parts`` also how wide its interval is, how they are divided, and what is said of the kernel.
     """
     import numpy as np
 
@@ -243,7 +255,7 @@ def on_analytic(
     rows = np.column_stack((rows, np.log(times / baselines).astype(np.float32)))
     if in_parts:
         both = zip(ops, analytic, strict=True)
-        more = [[log(each.high_s / each.low_s), *divided(op, gpu)] for op, each in both]
+        more = [[log(each.high_s / each.low_s), *divided(op, gpu), *each.odds] for op, each in both]
         rows = np.column_stack((rows, np.array(more, dtype=np.float32)))
     return times, rows
 

@@ -38,6 +38,9 @@ class Estimate:
         provenance: ``measured`` (a table of this GPU), ``estimated`` (a model fitted to measurements of this
             GPU) or ``datasheet`` (nothing of this GPU was measured).
         reason: One sentence saying why, for explanations.
+        odds: What networks say of a product's kernel: the share of each family, what to expect of the
+            logarithms of the tile's sides, the shares of the likeliest tile and of those without a name, and
+            how far off they may be.
     """
 
     time_s: float
@@ -51,6 +54,7 @@ class Estimate:
     waves: float | None = None
     provenance: str = DATASHEET
     reason: str = ""
+    odds: tuple[float, ...] = field(default=(), repr=False)
 
     def each(self, change: Callable[[float], float], **facts: Any) -> Estimate:
         """With the time and both ends of its interval changed alike, and these fields."""

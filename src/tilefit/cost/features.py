@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from math import inf, log2
 from typing import Any, TypeVar
 
+from tilefit.cost.kernels import select
 from tilefit.cost.kinds import ByKind
 from tilefit.cost.tiles import STAGE_BYTES, ceil_div, contraction, count, round_up, waves
 from tilefit.gpus import Gpu
@@ -61,8 +62,10 @@ def domain(op: Op) -> str:
     return op.dtype if op.multiplies else op.category
 
 
-def apart(op: Op) -> str:
+def apart(op: Op, gpu: Gpu) -> str:
     """Operations whose times networks miss by more, or less, than those of the rest of their kind."""
+    if isinstance(op, Gemm):
+        return "misaligned" if select(op, gpu).misaligned else ""
     return "" if not isinstance(op, Conv) or op.groups == 1 else "depthwise" if op.is_depthwise else "groups"
 
 

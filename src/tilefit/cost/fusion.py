@@ -20,7 +20,7 @@ from tilefit.cost.chains import Chain, Chains, adds_across
 from tilefit.cost.kept import memory
 from tilefit.cost.lowering import ADDING, INDUCTOR, Value, flop_of, lowered, padded
 from tilefit.cost.streaming import GENERATED
-from tilefit.cost.uncompiled import marked
+from tilefit.cost.uncompiled import marked, within
 from tilefit.ops import Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import tensors_that_stay
@@ -39,9 +39,16 @@ _SMS, _SHORT_ROW, _SHORT_COLUMN = 132, 8192, 128
 _MOST_JOINED = 8
 
 
-def fuse(step: Step) -> Step:
-    """The step as a compiled model would run it; as it is where nothing of the model is compiled."""
-    entries = marked([*lowered(step)], step.program)
+def fuse(step: Step, parts: Collection[str] = ()) -> Step:
+    """The step as a compiled model would run it; as it is where nothing of the model is compiled.
+
+    Args:
+        step: As PyTorch runs it by itself.
+        parts: Modules that are compiled each for itself, in a model that is not; none for the whole model.
+    """
+    inside = within(parts)
+    apart = [replace(entry, eager=bool(parts) and not inside(entry)) for entry in step.ops]
+    entries = marked([*lowered(replace(step, ops=tuple(apart)))], step.program)
     if not entries:
         return replace(step, settings=replace(step.settings, compiled=False))
     chains = Chains(entries, step.returned)
@@ -51,7 +58,7 @@ def fuse(step: Step) -> Step:
         ops=ops,
         program=step.program.moved(_places(step.ops, ops)),
         memory=memory(chains, step, tensors_that_stay(step.ops, step.parameters)),
-        settings=replace(step.settings, compiled=True),
+        settings=replace(step.settings, compiled=not parts),
     )
 
 

@@ -53,10 +53,10 @@ def lowered(step: Step) -> Iterator[StepOp]:
     strided = channels_last or any(isinstance(each.op, Conv) and each.op.channels_last for each in step.ops)
     for entry in _in_autocast_type(step):
         op = entry.op
-        if isinstance(op, Streaming) and op.function == CONTIGUOUS:
-            continue
-        if _is_left(op):
+        if entry.eager or _is_left(op):
             yield entry
+        elif isinstance(op, Streaming) and op.function == CONTIGUOUS:
+            continue
         elif isinstance(op, Streaming) and op.function in ADDING and entry.inputs and entry.outputs:
             # A loss lies as its labels do, other gradients as the convolutions want them.
             losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")
@@ -196,7 +196,8 @@ def _in_autocast_type(step: Step) -> Iterable[StepOp]:
         inputs = tuple(replace(ref, dtype=narrow_type) if ref.id in narrow else ref for ref in entry.inputs)
         narrow.difference_update(ref.id for ref in entry.outputs)
         op = entry.op
-        if isinstance(op, Gemm) and entry.phase.startswith("backward") and op.dtype in ("fp32", "tf32"):
+        is_backward = entry.phase.startswith("backward") and not entry.eager
+        if isinstance(op, Gemm) and is_backward and op.dtype in ("fp32", "tf32"):
             inputs = tuple(cast(ref, index) if ref.dtype == "fp32" else ref for ref in inputs)
             outputs = tuple(replace(ref, dtype=narrow_type) for ref in entry.outputs)
             entry = replace(entry, op=replace(op, dtype=narrow_type), outputs=outputs)
@@ -235,7 +236,9 @@ def padding(entry: StepOp, sources: tuple[tuple[TensorRef, int], ...]) -> tuple[
     """A misaligned product as padding makes it: the larger product, and a copy of each operand that grows.
     Any other operation as it is."""
     gemm, least = entry.op, INDUCTOR.padded_intensity
-    if not isinstance(gemm, Gemm) or gemm.dtype in ("fp32", "fp64") or gemm.intensity < least:
+    if entry.eager or not isinstance(gemm, Gemm):
+        return gemm, []
+    if gemm.dtype in ("fp32", "fp64") or gemm.intensity < least:
         return gemm, []
     access = elements_per_access(gemm.dtype)
     grown = {

@@ -75,7 +75,7 @@ class PricedGpu(Gpu):
         of = self.calibration.donor or self.calibration.about["gpu"]
         if of == self.name and (self.calibration.quick is None or not self.calibration.donor):
             return None
-        return _with(gpus.get(of), shipped(of) if self.calibration.quick else self.calibration)
+        return _with(gpus.get(of), _ships(self) if self.calibration.quick else self.calibration)
 
     @property
     def before(self) -> PricedGpu | None:
@@ -232,18 +232,17 @@ def user_path(gpu: str) -> Path:
 
 @cache
 def shipped(gpu: str) -> Calibration | None:
-    """The calibration that ships for a GPU, by its short name."""
+    """The calibration that ships for a GPU, by its short name, or as a donor's, by that of its file."""
     path = DATA / f"{gpu}.npz"
     return read(path) if path.is_file() else None
 
 
 @lru_cache(maxsize=64)
 def _donated(capability: tuple[int, int]) -> Calibration:
-    """The calibration that ships for another GPU, if there can be one of the same compute capability."""
-    # One that was made on top of a donor's says little without it.
-    donors = {name: found for name in gpus.names() if (found := shipped(name)) and not found.on_shipped}
-    alike = [found for name, found in donors.items() if gpus.get(name).compute_capability == capability]
-    return (alike or [*donors.values()])[0]
+    """The calibration that others are made on top of: of a GPU of the same compute capability, if there can
+    be one."""
+    donors = [found for path in sorted(DATA.glob("*-donor.npz")) if (found := shipped(path.stem))]
+    return next((d for d in donors if gpus.get(d.about["gpu"]).compute_capability == capability), donors[0])
 
 
 def _ships(gpu: Gpu) -> Calibration:
@@ -261,9 +260,9 @@ def as_shipped(gpu: Gpu) -> PricedGpu:
     return _with(gpus.get(gpu.name), _ships(gpu))
 
 
-def basis(gpu: Gpu) -> str:
-    """Tells apart what ships for a GPU from what did with other versions."""
-    return _checksum(_ships(gpu))
+def basis(gpu: PricedGpu) -> str:
+    """Tells apart what prices a GPU from what did with other versions."""
+    return _checksum(gpu.calibration)
 
 
 def _checksum(calibration: Calibration) -> str:
@@ -365,8 +364,8 @@ def _completed(own: Calibration, kinds: Iterable[str]) -> Calibration:
         _below(gpus.get(name), own)
         return replace(own, networks={kind: own.networks[kind] for kind in _better(own)})
     mine = {kind: own.networks[kind] for kind in kinds}
-    others = shipped(name)
-    if others is None or others.on_shipped:  # these networks correct something else
+    others = _donated(gpus.get(name).compute_capability)
+    if others.about["gpu"] != name:  # these networks correct something else
         return replace(own, networks=mine)
     theirs = {kind: net for kind, net in others.networks.items() if kind not in mine}
     title = own.title if mine else others.title

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from tilefit.ops import FORWARD, OPTIMIZER, StepOp
@@ -32,7 +32,7 @@ def marked(ops: Sequence[StepOp], program: Program) -> list[StepOp]:
     owners = {entry.site.module.rpartition(".")[0] for entry in ops if entry.op.kind == "recurrent"}
     reading = _reading_in_loops(program)
     others = {*map(id, beside(ops))}
-    inside, loops = _within(owners | reading), _within(reading)
+    inside, loops = within(owners | reading), within(reading)
     made = [
         replace(entry, eager=True)
         if entry.phase != OPTIMIZER and (id(entry) in others or inside(entry))
@@ -63,7 +63,7 @@ def beside(ops: Sequence[StepOp]) -> list[StepOp]:
     return [e for e in unread if e.site.source in lines or touched & {ref.id for ref in e.outputs}]
 
 
-def _within(modules: set[str]) -> Callable[[StepOp], bool]:
+def within(modules: Collection[str]) -> Callable[[StepOp], bool]:
     """Tells the operations of some modules and of what they call."""
     inside = tuple(module and f"{module}." for module in modules)
     return lambda entry: f"{entry.site.module}.".startswith(inside)

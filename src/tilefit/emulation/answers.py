@@ -86,7 +86,7 @@ def install(gpu: Gpu, watch: Watch) -> None:
     cuda._utils._get_device_index = cuda.memory._get_device_index = _device_index
     _torch._utils._get_all_device_indices = lambda: [0]
     _torch._C._cuda_getDevice = lambda: 0
-    _torch.version.cuda = "12.8"
+    _torch.version.cuda = _torch.version.cuda or "12.8"  # libraries built for another refuse to load
     cudnn = _torch.backends.cudnn
     cudnn.is_available = lambda: True
     cudnn.is_acceptable = lambda tensor: True

@@ -75,7 +75,7 @@ class Watch(Protocol):
         """What :meth:`captured` returned runs."""
 
 
-_OF_PINNED = frozenset(("pin_memory", "_pin_memory", "is_pinned"))
+_ON_EITHER = frozenset(("pin_memory", "_pin_memory", "is_pinned", "_nested_tensor_from_tensor_list"))
 #: Random numbers that large parameters would have taken of the CPU's generator and that are thrown away, so
 #: that shuffling and splits of data are those of a real run: 0.9 s of a slow core.
 MOST_DRAWN = 1 << 29
@@ -134,7 +134,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and takes_itself_apart(types):
             return NotImplemented
         name = func._overloadpacket.__name__
-        if CudaTensor in types or name in _OF_PINNED or _names_cuda(kwargs.get("device")):
+        if CudaTensor in types or name in _ON_EITHER or _names_cuda(kwargs.get("device")):
             return self.run(func, args, kwargs)
         if self._leaves_unfilled(name, args, kwargs.get("generator")):
             return args[0]
@@ -310,6 +310,15 @@ def not_dense(what: str) -> CaptureError:
     return CaptureError(
         f"{what} is not known of the emulated GPU, which only multiplies sparse matrices (COO, CSR)",
         hint="Run the program on a GPU: tilefit profile.",
+    )
+
+
+def nested(layout: torch.layout) -> CaptureError:
+    """What of nested tensors is not known."""
+    what = "padding a nested tensor" if layout == torch.jagged else "a nested tensor"
+    return CaptureError(
+        f"{what} of layout {layout} is not known of the emulated GPU",
+        hint="Pad it, with a mask, or run the program on a GPU: tilefit profile.",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilefit.emulation.device import WHOLE, Device, Rule, not_dense
+from tilefit.emulation.device import WHOLE, Device, Rule, nested, not_dense
 from tilefit.emulation.tensor import META, CudaTensor
 from tilefit.emulation.value import State, Value
 from tilefit.emulation.values import is_tensor, mapped
@@ -81,6 +81,8 @@ def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(source, CudaTensor) and kind == "meta":  # a shape, of which nothing is copied
         return torch.empty_like(source.on_meta, dtype=kwargs.get("dtype"))
     if not isinstance(source, CudaTensor) and kind == "cuda":
+        if source.is_nested:
+            raise nested(source.layout)
         if source.layout != torch.strided:
             return device.sparse_to_gpu(source, kwargs.get("dtype") or source.dtype, non_blocking)
         rest = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
@@ -88,6 +90,19 @@ def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         host = source.to(rest["dtype"]) if rest.get("dtype") else source
         return device.to_gpu(host, aten._to_copy(source, device=META, **rest))
     return NotImplemented
+
+
+@_rule("_nested_tensor_from_tensor_list")
+def _nested(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    parts, to = args[0], args[3] if len(args) > 3 else None
+    if isinstance(parts[0], CudaTensor) or (to is not None and to.type == "cuda"):
+        raise nested(torch.strided)
+    return func(*args, **kwargs)
+
+
+@_rule("_padded_dense_to_jagged_forward")
+def _gradient_of_padded(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    raise nested(torch.jagged)
 
 
 @_rule("copy_")
@@ -133,6 +148,19 @@ def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     wide_x, wide_mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
     return wide_x.reshape(-1)[wide_mask.reshape(-1)]  # in one dimension as well where there is none
+
+
+@_rule("nms")
+def _nms(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Boxes by their scores, each compared with each, and those that are kept, for which the host waits
+    (torchvision, csrc/ops/cuda/nms_kernel.cu). The kernel that compares is priced as one that writes a byte a
+    pair: a choice, it writes a bit and computes more."""
+    boxes, scores, _ = args
+    if not isinstance(boxes, CudaTensor):
+        return NotImplemented
+    order = scores.sort(descending=True)[1]
+    overlaps = boxes[order, 0].unsqueeze(1) > boxes[order, 2]
+    return order[overlaps[0]]  # a share of them
 
 
 @_rule("_unique2 unique_dim unique_consecutive")

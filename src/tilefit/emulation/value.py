@@ -6,15 +6,18 @@ from collections.abc import Callable
 
 import torch
 
+#: How memory is lost that nobody has written to: until somebody writes what is known.
+UNWRITTEN = "unwritten"
+
 
 class State:
     """What all views of one memory share."""
 
     __slots__ = ("assumed", "lost")
 
-    def __init__(self, assumed: bool = False) -> None:
+    def __init__(self, assumed: bool = False, lost: bool | str = False) -> None:
         self.assumed = assumed
-        self.lost = False  # something unknown was written to it
+        self.lost = lost  # something unknown was written to it, or nothing yet
 
 
 class Value:
@@ -36,6 +39,11 @@ class Value:
     ) -> None:
         self._tensor, self._make, self.depth = tensor, make, depth
         self.state = state or State(assumed=make is not None)
+
+    @property
+    def unwritten(self) -> torch.Tensor | None:
+        """Memory of the CPU's for what will be written; None where something was, whether known or not."""
+        return self._tensor if self.state.lost is UNWRITTEN else None
 
     @property
     def is_there(self) -> bool:

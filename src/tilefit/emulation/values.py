@@ -24,7 +24,7 @@ import torch
 
 from tilefit.emulation.checks import asking
 from tilefit.emulation.tensor import CudaTensor
-from tilefit.emulation.value import State, Value
+from tilefit.emulation.value import UNWRITTEN, State, Value
 from tilefit.ops.operations import NAMED
 
 aten = torch.ops.aten
@@ -169,8 +169,13 @@ class Values:
         if checked is not None:
             return [checked]
         is_costly = name in _PRODUCTS and max(out.numel() for out in outs) > _MOST_MULTIPLIED
-        if name in NAMED["known"]["empty"] or not outs or is_costly or not any(map(is_small, outs)):
+        if name in NAMED["known"]["empty"]:
+            return [self._unwritten(each) for each in outs]
+        if not outs or is_costly or not any(map(is_small, outs)):
             return [None] * len(outs)
+        if schema.aliases and (memory := _memory(inputs)) is not None:
+            views = self.run(func, (args, kwargs), iter([memory.unwritten])) or []
+            return [Value(each, memory.state) for each in views] or [None] * len(outs)
         known = self._all_known(inputs)
         if all(isinstance(each, Value) and each.is_there for each in known):
             return self._computed(func, schema, (args, kwargs), inputs, known, outs)
@@ -333,6 +338,8 @@ class Values:
         written = list(schema.written(*call))
         if name in NAMED["known"]["overwrites"]:
             self._make_room(written[0])
+        for memory in filter(None, (_memory([each]) for each in written)):
+            memory.state.lost = False
         known = self._all_known(inputs)
         values = [each for each in known if isinstance(each, Value)]
         tensors = [each.tensor() for each in values]
@@ -345,7 +352,8 @@ class Values:
         for each in written:
             if isinstance(each, CudaTensor) and each.value is not None:
                 each.value.state.assumed |= assumed
-                each.value.state.lost |= not (is_done or name == _TAKEN_FOR_FINITE)
+                if not (is_done or name == _TAKEN_FOR_FINITE):
+                    each.value.state.lost = True
         return [None] * len(outs)
 
     def _make_room(self, tensor: torch.Tensor) -> None:
@@ -355,6 +363,13 @@ class Values:
         whole = tensor.on_meta.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         if whole and (tensor.value is None or tensor.value.state.lost):
             tensor.value = Value(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+
+    def _unwritten(self, tensor: torch.Tensor) -> Value | None:
+        """Memory for choices, which are written part by part at times, as by a permutation."""
+        if not is_small(tensor) or not is_choice(tensor.dtype):
+            return None
+        memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+        return Value(memory, State(lost=UNWRITTEN))
 
     # ---- running on the CPU ----------------------------------------------------------------------
 
@@ -407,6 +422,12 @@ class Values:
 
 #: Stands for a tensor in the arguments that are kept.
 _SLOT = object()
+
+
+def _memory(tensors: list[Any]) -> Value | None:
+    """The value of a single tensor that nobody has written to."""
+    value = tensors[0].value if len(tensors) == 1 and isinstance(tensors[0], CudaTensor) else None
+    return value if value is not None and value.unwritten is not None else None
 
 
 def _unknown(tensor: torch.Tensor) -> _Unknown:

@@ -7,7 +7,7 @@ from tilefit.ops.conv import Conv, Conv2d
 from tilefit.ops.entries import Fallback, Parameter, Settings, Shard, Site, StepOp, TensorRef
 from tilefit.ops.gemm import Gemm
 from tilefit.ops.memory import Memory
-from tilefit.ops.program import Assumption, Exchange, Habit, HostEvent, Loader, Program
+from tilefit.ops.program import Assumption, Called, Exchange, Habit, HostEvent, Loader, Program
 from tilefit.ops.recurrent import Recurrent
 from tilefit.ops.step import Step
 from tilefit.ops.streaming import Streaming
@@ -24,6 +24,7 @@ __all__ = [
     "PRODUCTS",
     "Assumption",
     "Attention",
+    "Called",
     "Collective",
     "Conv",
     "Conv2d",

@@ -8,6 +8,12 @@ from dataclasses import dataclass, field, replace
 from tilefit.ops.peaks import Moment, fullest
 from tilefit.ops.timeline import Timeline
 
+#: Of the state of an fp32 optimizer: in bf16, and in 8 bits with a scale of 4 bytes for 256 values
+#: (Dettmers and others, "8-bit Optimizers via Block-wise Quantization", 2022).
+OF_BF16, OF_EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
+#: Parts that a loss over many classes is computed in: a choice.
+CHUNKS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:

@@ -98,6 +98,22 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True)
+class Called:
+    """A model that the program calls.
+
+    Attributes:
+        call: Where its first call is written: ``file:line:column`` of its end.
+        beside: The call, written so, that goes on where an optimizer of the step is made and the model has a
+            name; empty where there is none.
+        name: That name, such as ``self.model``.
+    """
+
+    call: str
+    beside: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Habit:
     """A way in which the program is written that costs time on a GPU and leaves no mark in its operations.
 
@@ -176,7 +192,7 @@ class Ordered:
 @dataclass(frozen=True, slots=True)
 class Program:
     """The program around a step; of a model's own step, in which none was run, what it shares with one. False
-    where there is nothing to be known of it.
+    where there is nothing to be known of it but where its optimizers and models are.
 
     Attributes:
         command: As it was started, such as ``train.py --batch-size 64``; empty where none was run.
@@ -192,8 +208,7 @@ class Program:
         habits: Ways of writing it that cost time.
         fake: Data that were made up, such as ``torchvision.datasets.MNIST: 60000 random images``.
         optimizers: Lines that made those that stepped.
-        models: Where the first calls of models are written, ``file:line:column`` of their ends: of the one
-            that the step is of, then of those whose parameters no optimizer of the step has.
+        models: Those that are called and have parameters, the one that the step is of first.
         exchanges: Collectives of the step, in order.
         order: What the streams are told, in order.
         ranks: Processes of the program, of which this is one.
@@ -217,7 +232,7 @@ class Program:
     habits: tuple[Habit, ...] = ()
     fake: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
+    models: tuple[Called, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     order: tuple[Ordered, ...] = ()
     ranks: int = 1
@@ -228,12 +243,17 @@ class Program:
     split: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return self != Program()
+        return replace(self, optimizers=(), models=()) != Program()
 
     @property
     def was_run(self) -> bool:
         """Whether there is one."""
         return bool(self.command)
+
+    @property
+    def calls_models(self) -> bool:
+        """Whether the step is a program's or a function's, which calls models, and no model's own."""
+        return self.was_run or bool(self.models)
 
     def moved(self, place: Callable[[int], int]) -> Program:
         """With its operations elsewhere: ``place`` says how many there are now before what had so many."""

@@ -41,6 +41,7 @@ class Step:
             those that were run, this one's as it was captured among them.
         prompt: Of a program that calls its model again and again on other inputs than at first, as a language
             model reads a prompt and then one token at a time: that first call. None of others.
+        left_out: Parameters that outputs of the model are made of, but not the loss: they get no gradient.
     """
 
     ops: tuple[StepOp, ...]
@@ -59,6 +60,7 @@ class Step:
     libraries: tuple[str, ...] = ()
     ranks: tuple[Step, ...] = ()
     prompt: Step | None = None
+    left_out: tuple[str, ...] = ()
 
     def each(self, kind: type[_Op]) -> Iterator[tuple[int, StepOp, _Op]]:
         """The operations of a kind: index into ``ops``, entry, and what the hardware executes."""

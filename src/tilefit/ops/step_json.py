@@ -54,7 +54,6 @@ def dump(step: Mapping[str, Any]) -> str:
         "parameters": {name: astuple(parameter) for name, parameter in step["parameters"].items()},
         "ranks": [each.to_json() for each in step["ranks"]],
         "prompt": step["prompt"] and step["prompt"].to_json(),
-        "program": step["program"] or None,
     }
     return json.dumps(
         {

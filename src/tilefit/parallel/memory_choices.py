@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tilefit.cost.waits import host_bytes_per_s, host_memory_bytes_per_s
 from tilefit.errors import UsageError
+from tilefit.ops.memory import CHUNKS, OF_BF16, OF_EIGHT_BITS
 from tilefit.parallel.blocks import Block, Blocks
 from tilefit.parallel.choices import Precision
 from tilefit.parallel.training import RankMemory, StepTime, Training
-from tilefit.rules.batch.memory import CHUNKS, OF_BF16, OF_EIGHT_BITS
 
 #: What each direction of a link delivers while the other one is used, too, of what it does alone: 50.7 of
 #: 55.4 GB/s (an H100, ``benchmarks/memory_choices.py``).

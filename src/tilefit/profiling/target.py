@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_map
 from tilefit.capture.child import capture_target
 from tilefit.capture.copies import to_channels_last
 from tilefit.capture.forward import call
-from tilefit.capture.optimizer import OPTIMIZERS, made_optimizer
-from tilefit.capture.real import loss_of_forward, scaled_step, tf32
+from tilefit.capture.real import RealStep, tf32
 from tilefit.capture.targets import load
 from tilefit.cost.fusion import fuse
 from tilefit.options import TargetOptions
@@ -73,22 +72,4 @@ def real_step(
     module = model.to(device).train(options.train)
     if options.channels_last:
         module, inputs = to_channels_last(module, inputs)
-    run: Callable[..., Any] = torch.compile(module) if options.compile else module
-    optimizer = None
-    if options.train and options.optimizer in OPTIMIZERS:
-        # With a rate of zero the weights stay what they are, and the same kernels run.
-        parameters = list(module.parameters())
-        optimizer = made_optimizer(options.optimizer, parameters, fused=options.fused_optimizer, lr=0.0)
-    # Real gradients under fp16 need the scaler, whose kernels are part of the captured step.
-    scaler = torch.amp.GradScaler(device, enabled=options.amp == "fp16" and options.train)
-
-    def step() -> None:
-        loss = loss_of_forward(run, inputs, options, loss_of, device)
-        if loss is None:
-            return
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if optimizer is not None:
-            scaled_step(optimizer, scaler, options.clip)
-        module.zero_grad()
-
-    return step
+    return RealStep(module, inputs, loss_of, options, torch.device(device))

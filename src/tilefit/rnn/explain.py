@@ -8,7 +8,7 @@ from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
 from tilefit.gpus import Gpu
 from tilefit.rnn.call import Call
 from tilefit.rnn.dispatch import Choice, choose, expected, gpu_of
-from tilefit.rules.recurrent.algorithm import cheapest_change
+from tilefit.rules.recurrent.adaptations import advice, fewest
 
 
 @dataclass(frozen=True)
@@ -108,5 +108,5 @@ def algorithm(call: Call, gpu: Gpu) -> Algorithm:
         found[0][0],
         found[1][0] if call.training else "",
         failed,
-        cheapest_change(ops[0], gpu, {op.direction for op in ops}) if failed else "",
+        advice(ops[0], fewest(ops[0], gpu, {op.direction for op in ops})) if failed else "",
     )

@@ -96,11 +96,22 @@ def find(context: Context, selection: Selection) -> list[Found]:
     )
 
 
-def safe_gain_s(context: Context, found: Iterable[Found]) -> float:
-    """What the findings with a safe fix save together, in seconds per step; see :func:`together_s`."""
+def safe_gain_s(
+    context: Context, found: Sequence[Found], times_s: Iterable[tuple[tuple[int, ...], float]]
+) -> float:
+    """What the findings with a safe fix save together, in seconds per step; see :func:`together_s`.
+
+    Args:
+        context: What the findings are of.
+        found: All of them.
+        times_s: Of some choices of them, by :func:`combinations`: what saves less with all is left out.
+    """
     safe = [each for each in found if each.finding.safety == SAFE]
-    best_s = min((context.estimate.time_s - each.finding.gain_s for each in safe), default=inf)
-    return max(0.0, context.estimate.time_s - min(together_s(context, safe), best_s))
+    best_s = [context.estimate.time_s - each.finding.gain_s for each in safe]
+    best_s += [
+        time_s for chosen, time_s in times_s if all(found[each].finding.safety == SAFE for each in chosen)
+    ]
+    return max(0.0, context.estimate.time_s - min(together_s(context, safe), *best_s, inf))
 
 
 def together_s(context: Context, found: Iterable[Found]) -> float:

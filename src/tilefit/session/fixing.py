@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
-from math import inf
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +16,18 @@ from tilefit.assessment import Assessment
 from tilefit.capture.child import capture_in_child
 from tilefit.capture.naming import has_source, program_file, require_readable
 from tilefit.cost import fuse
-from tilefit.cost.footprint import usable_bytes
 from tilefit.cost.priced import PricedGpu
 from tilefit.errors import UsageError
 from tilefit.ops import Step
 from tilefit.options import ProgramOptions, Selection, StepOptions, TargetOptions
 
 if TYPE_CHECKING:
+    from tilefit.capture.targets import Target
     from tilefit.fixes import Plan
     from tilefit.fixes.planning.answers import Answer
     from tilefit.fixes.planning.outcome import Outcome
-    from tilefit.fixes.source.change import Write
-    from tilefit.fixes.source.patches import Patches, Trial
-    from tilefit.fixes.source.program import Files, Loaded
+    from tilefit.fixes.source.patches import Patches
+    from tilefit.fixes.source.program import Files
     from tilefit.report import Report
     from tilefit.rules import Finding
     from tilefit.rules.base import Context
@@ -105,16 +103,22 @@ class FixSession:
             return capture_in_child(request.target, request.options, request.timeout_s, fresh=request.fresh)
 
     @cached_property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> Target:
         """The target, loaded in this process."""
         assert self._first  # what does not run is told by the child process, before it is loaded in this one
-        from tilefit.fixes.source.program import Loaded
+        from tilefit.capture.targets import load
 
         options = self.request.options
         with self._stage("Choosing fixes"):
-            return Loaded(
-                self.request.target, replace(options, on_cpu=options.on_cpu or self.request.measure)
-            )
+            return load(self.request.target, replace(options, on_cpu=options.on_cpu or self.request.measure))
+
+    @cached_property
+    def files(self) -> Files:
+        """The target's."""
+        from tilefit.capture.targets.user import file_of
+        from tilefit.fixes.source.program import Files
+
+        return Files.of(self._first, file_of(self.request.target.rpartition(":")[0]))
 
     @cached_property
     def assessment(self) -> Assessment:
@@ -143,18 +147,6 @@ class FixSession:
         return replace(selection, min_gain=MIN_GAIN) if selection.min_gain is None else selection
 
     @property
-    def _budget_bytes(self) -> float:
-        """What the step may take at once, where its files may be changed so that it takes no more."""
-        from tilefit.fixes.planning.registry import select
-
-        request = self.request
-        if all(
-            fix.name != "checkpoint" for fix in select(request.selection.select, request.selection.ignore)
-        ):
-            return inf
-        return usable_bytes(request.gpu) if request.memory_bytes is None else request.memory_bytes
-
-    @property
     def report(self) -> Report:
         """Of the step as it is."""
         return self.assessment.report
@@ -164,7 +156,7 @@ class FixSession:
         """What ``tilefit.optimize`` does; None for a target that is a function.
 
         Raises:
-            TilefitError: it cannot be planned, or a function is to be measured.
+            TilefitError: it cannot be planned, or a function is to be measured or brought into a budget.
         """
         from torch import Tensor, nn
         from torch.utils._pytree import tree_map
@@ -172,15 +164,16 @@ class FixSession:
         from tilefit.fixes.changes.run import Run
         from tilefit.fixes.planning.planner import make_plan
 
-        request, target, options = self.request, self.loaded.target, self.request.options
-        model, inputs = target.model, target.inputs
-        if not isinstance(model, nn.Module):
-            if request.measure:
+        request, options = self.request, self.request.options
+        if self._first.program.calls_models or not isinstance(self.loaded.model, nn.Module):
+            if request.measure or request.memory_bytes is not None:
+                option = "--measure" if request.measure else "--memory-budget"
                 raise UsageError(
                     f"{request.target} is a function, and fixes at run time are a model's",
-                    hint="Leave out --measure, or give a factory that returns (model, inputs).",
+                    hint=f"Leave out {option}, or give a factory that returns (model, inputs).",
                 )
             return None
+        target, model, inputs = self.loaded, self.loaded.model, self.loaded.inputs
         if request.measure:
             model = model.to("cuda")
             inputs = tree_map(lambda leaf: leaf.to("cuda") if isinstance(leaf, Tensor) else leaf, inputs)
@@ -197,39 +190,23 @@ class FixSession:
 
     @cached_property
     def patches(self) -> Patches:
-        """What can be written into the user's files."""
-        from tilefit.fixes.source.patches import Patches, propose
+        """What can be written into the user's files; nothing where none of them is known."""
+        from tilefit.fixes.source.patches import Patches, Trial, propose
+        from tilefit.fixes.source.training import WRITERS, WRITERS_OF_LOADED
 
-        trial = self._trial
-        if trial is None:
+        is_model = self.request.program is None
+        if is_model and not has_source(self.request.target):
             return Patches()
-        before = self.assessment
+        writers, find = WRITERS_OF_LOADED if is_model else WRITERS, partial(_findings, self._worth_it)
+        context = self.assessment.context
+        trial = Trial(writers, self.files, self._changed, find, self.request.levels)
         with self._stage("Trying changes of your files"):
-            return propose(before.context, trial)
+            return propose(context, trial)
 
-    @property
-    def _trial(self) -> Trial | None:
-        """How changes of the user's files are written and tried; None where none of them is known."""
-        from tilefit.fixes.source.training import WRITERS_OF_LOADED
-
-        request = self.request
-        if not has_source(request.target):
-            return None
-        return self._trial_of(
-            WRITERS_OF_LOADED,
-            self.loaded,
-            lambda sources: capture_in_child(
-                request.target, replace(request.options, sources=sources), request.timeout_s
-            ),
-        )
-
-    def _trial_of(
-        self, writers: Mapping[str, Write], files: Files, captured: Callable[[Mapping[str, str]], Step]
-    ) -> Trial:
-        from tilefit.fixes.source.patches import Trial
-
-        find = partial(_findings, self._worth_it)
-        return Trial(writers, files, captured, find, self.request.levels, self._budget_bytes)
+    def _changed(self, sources: Mapping[str, str]) -> Step:
+        """The step with other texts of files, by path."""
+        options = replace(self.request.options, sources=sources)
+        return capture_in_child(self.request.target, options, self.request.timeout_s)
 
     @cached_property
     def answers(self) -> Sequence[Answer]:
@@ -238,10 +215,10 @@ class FixSession:
 
         plan, patches = self.plan, self.patches
         if plan is None or plan.step is None:
-            remaining = {*patches.others, *(each.finding.code for each in patches.by_hand)}
+            remaining = patches.remaining
         else:
             after = Assessment(plan.step, self.request.gpu, self._selection)
-            remaining = {finding.code for finding in after.findings}
+            remaining = frozenset(finding.code for finding in after.findings)
         return answers(self.assessment.findings, remaining, plan, patches, self.request.levels)
 
     @property
@@ -256,22 +233,13 @@ class FixSession:
         """Everything, as data; ``source_wanted``: the user asked for changes of files."""
         from tilefit.fixes.planning.outcome import Outcome
 
-        before, plan, patches = self.report, self.plan, self.patches
-        return Outcome(
-            report=before,
-            plan=plan,
-            patches=patches,
-            call=self.call,
-            answers=self.answers,
-            fuses=self.fuses,
-            place=self.place,
-            source_wanted=source_wanted,
-        )
+        found = self.report, self.plan, self.patches
+        return Outcome(*found, self.call, self.answers, self.fuses, self.place, source_wanted)
 
     @property
     def place(self) -> str:
         """The user's line that builds the model."""
-        return self.loaded.built_at
+        return self._first.made.get("", "")
 
     @property
     def call(self) -> str:
@@ -317,26 +285,21 @@ class ProgramFixSession(FixSession):
             gpu = request.gpu.name
             return capture_in_child(request.target, self._program, request.timeout_s, gpu=gpu, told=say)
 
+    @cached_property
+    def files(self) -> Files:
+        """The program's."""
+        from tilefit.fixes.source.program import Files
+
+        return Files.of(self._first, program_file(self._program.program, self._program.is_module))
+
     @property
     def _program(self) -> ProgramOptions:
         assert self.request.program is not None
         return self.request.program
 
-    @property
-    def _trial(self) -> Trial:
-        """How changes of the program's files are written and tried."""
-        from tilefit.fixes.source.program import Files
-        from tilefit.fixes.source.training import WRITERS
-
-        request, program = self.request, self._program
-        files = Files.of(self.assessment.step, program_file(program.program, program.is_module))
-        return self._trial_of(
-            WRITERS,
-            files,
-            lambda sources: capture_in_child(
-                request.target, replace(program, sources=sources), request.timeout_s, gpu=request.gpu.name
-            ),
-        )
+    def _changed(self, sources: Mapping[str, str]) -> Step:
+        request, options = self.request, replace(self._program, sources=sources)
+        return capture_in_child(request.target, options, request.timeout_s, gpu=request.gpu.name)
 
 
 def _findings(selection: Selection, context: Context) -> list[Finding]:

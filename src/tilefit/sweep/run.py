@@ -127,11 +127,9 @@ class Predictions:
     def _made(self, work: Sequence[_Work]) -> Iterator[tuple[_Group, tuple[int, _Case], Point]]:
         """The missing points of groups; on a cluster, some groups after the other as they are done."""
         if self.fleet is None:
-            planned = [options for group, _ in work for options in group.captures]
-            with closing(Feed(self.grid.target, planned, self.timeout_s, self.capture)) as feed:
-                for group, missing in work:
-                    for index, point in self._predicted(group, missing, feed):
-                        yield group, missing[index], point
+            for number, index, point in self._points(work):
+                group, missing = work[number]
+                yield group, missing[index], point
             return
         if len(work) < self.fleet.cores:
             work = [
@@ -150,6 +148,14 @@ class Predictions:
                 for number, index, point in points:
                     group, missing = tasks[place][number]
                     yield group, missing[index], point
+
+    def _points(self, work: Sequence[_Work]) -> Iterator[tuple[int, int, Point]]:
+        """The missing points of groups, by the places of both."""
+        planned = [options for group, _ in work for options in group.captures]
+        with closing(Feed(self.grid.target, planned, self.timeout_s, self.capture)) as feed:
+            for number, (group, missing) in enumerate(work):
+                for index, point in self._predicted(group, missing, feed):
+                    yield number, index, point
 
     def _known(self, group: _Group, cases: Sequence[_Case]) -> tuple[list[Point], list[tuple[int, _Case]]]:
         """The points of a group that are in the store, and those that are not, by size and case."""
@@ -217,15 +223,7 @@ def _predicted_there(
 ) -> tuple[list[tuple[int, int, Point]], TilefitError | None]:
     """On a machine of a cluster: the missing points of some groups, and why the first without a step has
     none."""
-    planned = [options for group, _ in work for options in group.captures]
-    feed = Feed(predictions.grid.target, planned, predictions.timeout_s, predictions.capture)
-    with closing(feed):
-        points = [
-            (number, index, point)
-            for number, (group, missing) in enumerate(work)
-            for index, point in predictions._predicted(group, missing, feed)
-        ]
-    return points, predictions.failure
+    return [*predictions._points(work)], predictions.failure
 
 
 _UNPRICED = "communication over a link that is unknown is not priced"

@@ -49,6 +49,23 @@ def test_one_that_catches_everything_and_never_ends_is_left(tmp_path: Path) -> N
     assert (tmp_path / "losses.csv").read_text() == "kept"
 
 
+def test_what_it_writes_in_python_is_imported(tmp_path: Path) -> None:
+    """As datasets, evaluate and transformers do with code that comes with data and models."""
+    (tmp_path / "cache").mkdir()
+    code = (
+        f"import importlib\nsys.path.append({str(tmp_path / 'cache')!r})\n"
+        f"os.makedirs({str(tmp_path / 'cache/modules/sub')!r})\n"
+        "for name in ('__init__', 'sub/__init__', 'sub/twice'):\n"
+        f"    with open(os.path.join({str(tmp_path / 'cache/modules')!r}, name + '.py'), 'w') as file:\n"
+        "        file.write('def twice(x): return 2 * x')\n"
+        "importlib.invalidate_caches()\n"
+        "assert importlib.import_module('modules.sub.twice').twice(4) == 8\n"
+        "for _ in range(9): step()\n"
+    )
+    assert _run(tmp_path, code).ops
+    assert not (tmp_path / "cache" / "modules").exists()
+
+
 def test_one_of_few_steps_is_told_which_to_look_at(tmp_path: Path) -> None:
     with pytest.raises(TilefitError, match="ended after 2 of the 3") as caught:
         _run(tmp_path, "step()\nstep()\n")

@@ -270,6 +270,7 @@ def test_nothing_is_downloaded(sources: Sources) -> None:
             "the library wandb_is_none_such is not there",
             "Install it",
         ),
+        (lambda: __import__("comet_ml"), "the library comet_ml", "what does as good as nothing"),
         (
             lambda: urllib.request.urlopen("https://host.invalid/a.txt"),
             "https://host.invalid/a.txt",

@@ -701,7 +701,7 @@ for _ in range(5):
     assert step.batch == 96
     assert step.inputs == ("input: float32[96,4]",)
     assert step.program is not None
-    assert [place.partition(":")[2] for place in step.program.models] == ["9:49"]
+    assert [each.call.partition(":")[2] for each in step.program.models] == ["9:49"]
     assert step.program.step == "a batch of 96, Adam"
 
 
@@ -984,7 +984,10 @@ for _ in range(5):
 """
     program = _run(tmp_path, distilling).program
     assert program is not None
-    assert [place.partition(":")[2] for place in program.models] == ["10:27", "9:20"]
+    called = [
+        (each.call.partition(":")[2], each.beside.partition(":")[2], each.name) for each in program.models
+    ]
+    assert called == [("10:27", "6:46", "net"), ("9:20", "6:46", "teacher")]
 
 
 def test_a_model_that_spawned_processes_share_is_trained_by_one_of_them(tmp_path: Path) -> None:

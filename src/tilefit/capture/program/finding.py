@@ -46,12 +46,8 @@ class Listener:
     def evaluates(self) -> None:
         """A model is called and not trained though one was trained before."""
 
-    def line(self) -> str:
-        """The line of the program that is running."""
-        return ""
-
     def lines(self) -> tuple[str, ...]:
-        """It, and those that it was called from."""
+        """The lines of the program that run, the innermost first."""
         return ()
 
     def is_aside(self) -> bool:
@@ -106,7 +102,8 @@ class StepFinder:
         self._others: dict[_Called, int] = {}
         #: Calls that a backward pass may still follow.
         self.forwards = 0
-        self._lines: dict[int, str] = {}
+        #: Whether an optimizer was ever made, even where nothing holds it any more.
+        self.was_to_train = False
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._counts: Counter[int] = Counter()
         self._backwards = 0
@@ -150,11 +147,6 @@ class StepFinder:
         return self._again <= _INTERLEAVED
 
     @property
-    def was_to_train(self) -> bool:
-        """Whether an optimizer was ever made, even where nothing holds it any more."""
-        return bool(self._lines)
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What the program did with its models before it trained, and may do again between other steps."""
         count = 0 if self.infers else self._acted.total()
@@ -167,11 +159,6 @@ class StepFinder:
             "act: what it does so between other steps is not in the time of this one.",
         )
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """Where the optimizers of the step were made."""
-        return tuple(dict.fromkeys(self._lines.get(id(each), "") for each in self.stepped))
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within the block steps are noticed."""
@@ -181,7 +168,7 @@ class StepFinder:
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
             self._made.add(optimizer)
-            self._lines[id(optimizer)] = self._listener.line()
+            self.was_to_train = True
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             out = engine(*args, **kwargs)

@@ -8,6 +8,7 @@ from torch import nn
 from tilefit import gpus
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.window import second
+from tilefit.capture.sites import noting_makers
 from tilefit.capture.targets.user import made_by
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.errors import CaptureError, TilefitError
@@ -36,7 +37,7 @@ def capture_function(target: str, options: TargetOptions) -> Step | None:
     """
     path, _, name = target.rpartition(":")
     modes = ProgramModes(gpus.get(_GPU))
-    with tolerated(), modes.running(), torch.device("cuda"):
+    with tolerated(), noting_makers(), modes.running(), torch.device("cuda"):
         made = made_by(path, name, options)
         function, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
         if isinstance(function, nn.Module) or not callable(function):

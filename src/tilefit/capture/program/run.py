@@ -215,7 +215,7 @@ class _Capture(Listener):
         self.window, self.options, self.around, self._modes = Window(modes), options, around, modes
         self.done, self.keep, self.told = done, keep, told
         self.finder = StepFinder(options.skip, options.steps, self)
-        self.line, self.lines = modes.sites.source_line, modes.sites.source_stack  # type: ignore[method-assign]
+        self.lines = modes.sites.source_stack  # type: ignore[method-assign]
         modes.meetings.on_capture, modes.meetings.on_captured = self.finder.capturing, self.finder.captured
         #: Of what trains nothing, the first call of its model.
         self._first: Step | TilefitError | None = None
@@ -314,7 +314,6 @@ class _Capture(Listener):
             step.program,
             loaders=loaders,
             fake=tuple(self.around.sources.found),
-            optimizers=self.finder.lines,
             network=self.options.network,
         )
         first = self._first if self.finder.infers and self.finder.began_with_it else None

@@ -12,9 +12,12 @@ import errno
 import io
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from typing import Any
 from unittest.mock import patch
 
@@ -245,6 +248,17 @@ class _Entries(ExitStack):
         return next(self._entries)
 
 
+class _Written(MetaPathFinder):
+    """Finds modules that the program has written, which Python's own finders look for where they are not."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        folders = [self._scratch.twin(each) for each in (sys.path if path is None else path)]
+        return PathFinder.find_spec(name, [each for each in folders if os.path.isdir(each)])
+
+
 @contextmanager
 def redirected(
     folder: str | os.PathLike[str], supply: Supply = lambda path, function: False
@@ -299,4 +313,5 @@ def redirected(
         stack.enter_context(patch.object(tempfile, "tempdir", scratch.temporary))
         for owner, name, function in functions:
             stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(patch.object(sys, "meta_path", [*sys.meta_path, _Written(scratch)]))
         yield scratch

@@ -27,11 +27,12 @@ from tilefit.capture.program.late import changed
 from tilefit.capture.program.modes import ProgramModes
 from tilefit.capture.program.repeats import Repeats
 from tilefit.capture.program.words import described
+from tilefit.capture.sites import called, made_at
 from tilefit.capture.trees import tensors, untransformed
 from tilefit.cost.uncompiled import COMPILED_SHARE
 from tilefit.emulation.tensor import CudaTensor
 from tilefit.emulation.torch_cuda import refuse_script
-from tilefit.ops import Habit, Site, Step
+from tilefit.ops import Called, Habit, Site, Step
 from tilefit.ops.program import WAIT, Program
 
 
@@ -100,9 +101,11 @@ class Window:
         window, call, modes, sites = self, nn.Module.__call__, self._modes, self._modes.sites
         repeats = Repeats(modes.meetings.took)
 
-        def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """PyTorch's profiler, recording stacks, takes what is named ``self`` here for the module."""
             if not sites.is_outermost(self):
+                if not sites.within and any(True for _ in self.children()):  # a part, more than a layer
+                    window._models.setdefault(id(self), (self, sites.source_call()))
                 return call(self, *args, **kwargs)
             if isinstance(self, torch.jit.ScriptModule):
                 refuse_script()
@@ -141,7 +144,7 @@ class Window:
         with (
             self._habits.watching(),
             changed({"transformers.generation.utils": self._note_beams}),
-            patch.object(nn.Module, "__call__", called),
+            patch.object(nn.Module, "__call__", run),
             patch.object(self._modes.meetings, "replaying", replaying),
         ):
             yield
@@ -241,7 +244,8 @@ class Window:
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
-            models=self._places(call, stepped),
+            optimizers=tuple(dict.fromkeys(map(made_at, stepped))),
+            models=tuple(self._models_called(call, stepped)),
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),
             host_work=tuple((+modes.meetings.host_work).items()),
@@ -252,16 +256,15 @@ class Window:
         )
         return replace(step, program=program, batch=batch * passes // self._beams)
 
-    def _places(self, call: _Call | None, stepped: list[torch.optim.Optimizer]) -> tuple[str, ...]:
-        """Where a call is written, and those of the other models that no optimizer steps."""
-        own = {id(p) for optimizer in stepped for group in optimizer.param_groups for p in group["params"]}
-        others = [
-            place
-            for number, (model, place) in self._models.items()
-            if (ids := {*map(id, model.parameters())}) and own.isdisjoint(ids)
-            if call is not None and number != call.module
-        ]
-        return tuple(dict.fromkeys(filter(None, (call.place if call else "", *others))))
+    def _models_called(self, call: _Call | None, stepped: list[torch.optim.Optimizer]) -> Iterator[Called]:
+        """That of a call, and the others that have parameters."""
+        places = {} if call is None else {call.module: call.place}
+        for number, (model, place) in self._models.items():
+            if any(True for _ in model.parameters()):
+                places.setdefault(number, place)
+        for number, place in places.items():
+            model, _ = self._models.get(number, (nn.Module(), ""))
+            yield called(model, place, stepped)
 
 
 def second(modes: ProgramModes, run: Callable[[], Any], name: str, *, steps: int = 2) -> Step:

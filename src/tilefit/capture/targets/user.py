@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from difflib import get_close_matches
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def made_by(path: str, name: str, options: TargetOptions) -> Any:
 
 def _factory(path: str, name: str) -> Any:
     """What a file or a module has under this name."""
-    module = _import_file(Path(path)) if path.endswith(".py") or os.sep in path else _import_module(path)
+    module = _import_file(Path(path)) if _is_file(path) else _import_module(path)
     factory = getattr(module, name, None)
     if factory is None and hasattr(module, "__path__") and getattr(module, "__file__", None) is None:
         raise TargetError(f"{path} is a folder", hint="Name a file in it.")
@@ -108,17 +109,36 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-def _import_module(name: str) -> Any:
+def file_of(path: str) -> Path:
+    """The file that code is in which is named by its file or its module.
+
+    Raises:
+        TargetError: there is no such module.
+    """
+    return Path(path if _is_file(path) else _spec(path).origin or "")
+
+
+def _is_file(path: str) -> bool:
+    return path.endswith(".py") or os.sep in path
+
+
+def _spec(name: str) -> ModuleSpec:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        if importlib.util.find_spec(name) is None:
-            raise TargetError(
-                f"there is no module {name!r}",
-                hint="Write file.py:factory for a file, or run where the package can be imported.",
-            )
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         raise TargetError(f"there is no module {error.name!r}") from error
+    if spec is None:
+        raise TargetError(
+            f"there is no module {name!r}",
+            hint="Write file.py:factory for a file, or run where the package can be imported.",
+        )
+    return spec
+
+
+def _import_module(name: str) -> Any:
+    _spec(name)
     return guarded(lambda: importlib.import_module(name), f"importing {name}")
 
 

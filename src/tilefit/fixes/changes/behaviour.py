@@ -41,6 +41,8 @@ class Behaviour(ABC):
     #: It computes the module's function itself, as long as that is the one it was, in place of one that did
     #: so before. Others call ``forward``, and run around such a one.
     is_innermost: ClassVar[bool] = False
+    #: On a GPU the compiler makes the module's kernels; on shapes alone it runs as it was written.
+    is_compiled: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

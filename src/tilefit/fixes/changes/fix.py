@@ -56,6 +56,8 @@ class ChangeSet:
             stated for. Neither the compiler nor a CUDA graph runs that Python.
         same_random_numbers: From one seed the changed model draws the same random numbers (dropout) as the
             original.
+        changes: Those that it is made of: a way to run the program, with the changes of the model that only
+            it calls for, such as a mask that an encoder makes only when it is compiled.
     """
 
     modules: tuple[str, ...]
@@ -66,6 +68,7 @@ class ChangeSet:
     words: str = field(default="", compare=False)
     host_s: float = field(default=0.0, compare=False)
     same_random_numbers: bool = True
+    changes: tuple[ChangeSet, ...] = ()
 
     @classmethod
     def giving(cls, modules: Iterable[str], behaviour: Behaviour, words: str, **more: Any) -> ChangeSet:
@@ -74,10 +77,12 @@ class ChangeSet:
         behaviours = tuple((path, behaviour) for path in paths)
         return cls(paths, behaviours=behaviours, words=words.format(in_words(paths)), **more)
 
-    @property
-    def summary(self) -> str:
-        """What it does, in words."""
-        return self.words
+    @classmethod
+    def together(cls, *changes: ChangeSet) -> ChangeSet:
+        """One of several."""
+        paths = dict.fromkeys(path for each in changes for path in each.modules)
+        words, host_s = " ".join(each.words for each in changes), sum(each.host_s for each in changes)
+        return cls(tuple(paths), changes=changes, words=words, host_s=host_s)
 
     def make(self, run: Run, edits: Edits) -> None:
         """Make the change in place by ``edits``; whoever calls takes back what was edited before an error.
@@ -90,6 +95,8 @@ class ChangeSet:
             self.also(self, run, edits)
         for path, behaviour in self.behaviours:
             edits.give(submodule(run.model, path), path, behaviour)
+        for each in self.changes:
+            each.make(run, edits)
 
     def apply(self, run: Run, edits: Edits | None = None) -> Edits:
         """Make the change in place, on top of other edits if there are any.
@@ -101,11 +108,6 @@ class ChangeSet:
         with edits.all_or_none():
             self.make(run, edits)
         return edits
-
-    @property
-    def parts(self) -> tuple[ChangeSet, ...]:
-        """The change sets it is made of."""
-        return (self,)
 
 
 @contextmanager
@@ -130,32 +132,6 @@ def in_words(modules: Iterable[str]) -> str:
     return pattern(paths) if any(paths) else "the model"
 
 
-@dataclass(frozen=True)
-class Several(ChangeSet):
-    """Change sets that are made together: a way to run the program, with the changes of the model that only
-    it calls for, such as a mask that an encoder makes only when it is compiled."""
-
-    changes: tuple[ChangeSet, ...]
-
-    @classmethod
-    def of(cls, *changes: ChangeSet) -> Several:
-        """One change set of several."""
-        paths = dict.fromkeys(path for each in changes for path in each.modules)
-        return cls(tuple(paths), changes, host_s=sum(each.host_s for each in changes))
-
-    @property
-    def summary(self) -> str:
-        return " ".join(each.summary for each in self.changes)
-
-    @property
-    def parts(self) -> tuple[ChangeSet, ...]:
-        return self.changes
-
-    def make(self, run: Run, edits: Edits) -> None:
-        for each in self.changes:
-            each.make(run, edits)
-
-
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A place that a finding points at and that the fix leaves alone.
@@ -174,7 +150,7 @@ class Refusal:
 Found = Iterable[ChangeSet | Refusal]
 
 
-@dataclass
+@dataclass(eq=False)
 class Fix:
     """A fix answers the findings of some rules by changing the model or the way it is run.
 

@@ -14,6 +14,8 @@ from torch import nn
 from tilefit.capture.copies import copied, on_device
 from tilefit.capture.run import capture
 from tilefit.cost.footprint import usable_bytes
+from tilefit.cost.fusion import fuse
+from tilefit.fixes.changes.behaviour import behaviours
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.ops.scaling import scale_batch
@@ -69,6 +71,14 @@ class Run:
 
     def _become(self, options: StepOptions, cuda_graph: bool) -> None:
         self.options, self.cuda_graph = options, cuda_graph
+
+    def compiled(self, step: Step) -> Step:
+        """The step that was captured, with what of the model is compiled as the compiler makes it."""
+        if self.options.compile:
+            return fuse(step)
+        modules = self.model.named_modules()
+        parts = [path for path, module in modules if any(each.is_compiled for each in behaviours(module))]
+        return fuse(step, parts) if parts else step
 
     @contextmanager
     def kept(self) -> Iterator[None]:

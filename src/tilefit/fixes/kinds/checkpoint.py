@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix
 from tilefit.fixes.changes.modules import submodule
 from tilefit.fixes.changes.run import Run
-from tilefit.rules import base
 
 #: What is aimed at, as shares of the budget: what a choice takes is predicted first, and captured then.
 _AIMS = (1.0, 0.98, 0.95, 0.9, 0.8)
@@ -113,18 +113,10 @@ class Checkpointed(ChangeSet):
     """Modules that are computed again.
 
     Attributes:
-        saved_bytes: By which the peak of memory is predicted to fall, for words alone.
-        extra_s: GPU time of what is computed again, likewise.
+        saved_bytes: By which the peak of memory is predicted to fall.
     """
 
     saved_bytes: int = 0
-    extra_s: float = 0.0
-
-    @property
-    def summary(self) -> str:
-        what = f"Compute {len(self.modules)} modules again in the backward pass (torch.utils.checkpoint)"
-        saved = units.capacity(self.saved_bytes)
-        return f"{what}: {saved} less for {units.seconds(self.extra_s)} of GPU time."
 
     def make(self, run: Run, edits: Edits) -> None:
         ChangeSet.giving(self.modules, Checkpoint(), "").make(run, edits)
@@ -161,34 +153,25 @@ def compute_again(context: Context) -> Found:
     statistics of normalisation, which are put aside while the module runs again), or parameters that they
     use twice.
     """
-    model = context.run.model
-    yield from choices(context, context.run.budget_bytes(context.gpu), lambda path: is_fit(model, path))
-
-
-def choices(
-    context: base.Context, budget_bytes: float, allowed: Callable[[str], bool]
-) -> Iterator[Checkpointed]:
-    """Modules that bring a step into a budget, each choice to be tried where the one before it did not.
-
-    Args:
-        context: The priced step.
-        budget_bytes: What its tensors may take at once.
-        allowed: Whether a module may be computed again.
-    """
     step, memory = context.step, context.step.memory
+    budget_bytes = context.run.budget_bytes(context.gpu)
     if not step.settings.training or memory.peak_bytes <= budget_bytes or not memory.timeline.events:
         return
-    search = Recompute(step, context.estimate.ops, allowed)
+    search = Recompute(step, context.estimate.ops, partial(_is_fit, context.run.model))
     tried: set[tuple[str, ...]] = set()
     for aim in _AIMS:
         found = search.within(aim * budget_bytes)
         if found.modules and found.modules not in tried:
             tried.add(found.modules)
-            saved_bytes, host_s = memory.peak_bytes - found.peak_bytes, CALL_S * len(found.modules)
-            yield Checkpointed(found.modules, saved_bytes, found.extra_s, host_s=host_s)
+            saved_bytes, many = memory.peak_bytes - found.peak_bytes, len(found.modules)
+            words = (
+                f"Compute {many} modules again in the backward pass (torch.utils.checkpoint): "
+                f"{units.capacity(saved_bytes)} less for {units.seconds(found.extra_s)} of GPU time."
+            )
+            yield Checkpointed(found.modules, saved_bytes, words=words, host_s=CALL_S * many)
 
 
-def is_fit(model: nn.Module, path: str) -> bool:
+def _is_fit(model: nn.Module, path: str) -> bool:
     """Whether a module of a model can be computed again, and is not yet."""
     try:
         Checkpoint().require(submodule(model, path), path)

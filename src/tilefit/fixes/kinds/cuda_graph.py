@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,11 +51,12 @@ def replay_graphs(context: Context) -> Found:
     The same function: a graph replays kernels, not Python, so only models built of the modules of PyTorch,
     torchvision and timm are changed, whose Python does the same in every call. A call runs as it always did
     where anything is not as it was captured (sizes, element types, autocast, training mode, hooks, exchanged,
-    moved or frozen parameters), where the output of the call before still waits for its backward pass, and
-    on the CPU. Dropout draws other random numbers.
+    moved or frozen parameters), where the output of the call before still waits for its backward pass, where
+    it returns several tensors with gradients or writes to what it is given, and on the CPU. Dropout draws
+    other random numbers.
 
-    What it costs: the activations of a captured call stay allocated (at most four sizes are captured), and a
-    second derivative is an error.
+    What it costs: the activations of a captured call stay allocated (at most four sizes are captured). A
+    second derivative is an error, and so is a second backward pass through one call (``retain_graph=True``).
 
     Refused: modules with Python of their own (``torch.compile(mode="reduce-overhead")`` captures those,
     with guards), hooks, parametrisations.
@@ -137,6 +138,10 @@ GRAPH = ChangeSet(
 )
 
 
+#: Two threads cannot capture at once: they would on one stream.
+_capturing = threading.Lock()
+
+
 class _State:
     """All that a model's kernels depend on besides the arguments of a call, and the calls captured in it."""
 
@@ -174,7 +179,10 @@ class _State:
             device = next(leaf.device for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
             model = self._model()
             assert model is not None  # it is being called
-            with torch.cuda.device(device), _unchanged(self._buffers), _leaves_of_our_own(model) as leaves:
+            kept = _unchanged(self._buffers)
+            # A capture that fails leaves its own stream the current one.
+            here = torch.cuda.stream(torch.cuda.current_stream(device))
+            with _capturing, torch.cuda.device(device), here, kept, _leaves_of_our_own(model) as leaves:
                 return _Captured(forward, args, kwargs, [leaves[p] for p in self._trained], self._trained)
         except RuntimeError as error:
             warnings.warn(f"this call cannot be captured and runs as it was: {error}", stacklevel=4)
@@ -204,14 +212,18 @@ def _kind(value: Any) -> Any:
 
 def _modes() -> Any:
     """What PyTorch's switches say, and who asks."""
+    cudnn: Any = torch.backends.cudnn
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
+        # What older switches set, too; those cannot be read where somebody used these.
+        torch.backends.cuda.matmul.fp32_precision,
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
+        cudnn.deterministic,
         # Another thread, or stream, would write to the memory of a replay that still runs.
         threading.get_ident(),
         torch.cuda.current_stream().cuda_stream,
@@ -263,13 +275,14 @@ class _Captured:
     def __init__(
         self, forward: Any, args: Any, kwargs: Any, leaves: list[nn.Parameter], trained: list[nn.Parameter]
     ) -> None:
-        own_args, own_kwargs = tree_map_only(torch.Tensor, _own, (args, kwargs))
+        with torch.inference_mode(False):  # where tensors know when they are written to
+            own_args, own_kwargs = tree_map_only(torch.Tensor, _own, (args, kwargs))
         self.inputs = [leaf for leaf in (*own_args, *own_kwargs.values()) if isinstance(leaf, torch.Tensor)]
         self.sources = [*(leaf for leaf in self.inputs if leaf.requires_grad), *leaves]
         self.trained = trained
-        #: The call whose backward pass may come: its ticket lives as long as its node.
+        versions = [each._version for each in self.inputs]
+        #: Of the call whose backward pass may come: it lives as long as its node.
         self.ticket: weakref.ref[_Ticket] | None = None
-        self.number = 0
 
         def run() -> Any:
             # Cached casts of the weights would be those of the capture for ever.
@@ -288,7 +301,12 @@ class _Captured:
                 outputs = tree_flatten(run())[0]
                 if not all(isinstance(output, torch.Tensor) for output in outputs):
                     raise RuntimeError("it returns something that is no tensor")
-                self._gradients(outputs, [torch.zeros_like(o) for o in outputs if o.requires_grad])
+                if sum(output.requires_grad for output in outputs) > 1:
+                    # Parameters of one that no loss is made of get no gradient, and not one of zeros.
+                    raise RuntimeError("it returns several tensors with gradients")
+                if [each._version for each in self.inputs] != versions:
+                    raise RuntimeError("it writes to what it is given")
+                self._gradients(outputs)
             del outputs
         torch.cuda.current_stream().wait_stream(stream)
 
@@ -305,19 +323,11 @@ class _Captured:
         self.differentiable = [output.requires_grad for output in self.outputs]
         self.outputs = [output.detach() for output in self.outputs]
 
-    def _gradients(
-        self, outputs: list[torch.Tensor], output_gradients: list[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        if not output_gradients:
-            return []
-        return list(
-            torch.autograd.grad(
-                [output for output in outputs if output.requires_grad],
-                self.sources,
-                output_gradients,
-                allow_unused=True,
-            )
-        )
+    def _gradients(self, outputs: list[torch.Tensor], given: Sequence[torch.Tensor] = ()) -> Any:
+        """Of all sources, from ``given`` ones of outputs, or zeros."""
+        graded = [output for output in outputs if output.requires_grad]
+        given = given or [torch.zeros_like(output) for output in graded]
+        return torch.autograd.grad(graded, self.sources, given, allow_unused=True) if graded else ()
 
     def is_waiting(self) -> bool:
         """Whether the activations of the last replay may still be needed."""
@@ -349,8 +359,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, captured: _Captured, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
         captured.forward_graph.replay()
-        captured.number += 1
-        ctx.captured, ctx.number, ctx.ticket = captured, captured.number, _Ticket()
+        ctx.captured, ctx.ticket = captured, _Ticket()
         captured.ticket = weakref.ref(ctx.ticket)
         outputs = tuple(output.clone() for output in captured.outputs)
         pairs = zip(outputs, captured.differentiable, strict=True)
@@ -361,10 +370,10 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         captured = ctx.captured
-        if ctx.number != captured.number:
+        if captured.ticket is None or captured.ticket() is not ctx.ticket:
             raise RuntimeError(
-                "a second backward pass through a call that another one has followed since: its activations "
-                "are gone from the CUDA graph; take the fix cuda-graph back (plan.undo())"
+                "a second backward pass through one call, whose activations the CUDA graph has written over; "
+                "take the fix cuda-graph back (plan.undo())"
             )
         wanted = [
             g for g, differentiable in zip(gradients, captured.differentiable, strict=True) if differentiable
@@ -373,16 +382,17 @@ class _Replay(torch.autograd.Function):
         captured.backward_graph.replay()
         captured.ticket = None
         # Copies: autograd keeps what it is given as ``.grad``, and the next replay writes over the original.
-        known = [gradient for gradient in captured.gradients if gradient is not None]
-        fresh = iter(_copies(known))
-        return None, *(None if gradient is None else next(fresh) for gradient in captured.gradients)
+        return None, *copies(captured.gradients)
 
 
-def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors, in few launches."""
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies
+def copies(tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """Copies of tensors, where there are some, in few launches."""
+    known = [tensor for tensor in tensors if tensor is not None]
+    made = [torch.empty_like(tensor) for tensor in known]
+    if known:
+        torch._foreach_copy_(made, known)
+    fresh = iter(made)
+    return (None if tensor is None else next(fresh) for tensor in tensors)
 
 
 #: By module. Not an attribute of it: its copies begin anew, on the device where they will be.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
-from threading import Lock, local
+from functools import wraps
+from threading import local
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tilefit.fixes.changes.behaviour import Behaviour, behaves
 from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix
 from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.parts import compiled
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import HALVES
 from tilefit.rules.flow import linear_calls
@@ -45,12 +46,7 @@ class CompiledLoss:
             return _StandIn.apply(logits)  # type: ignore[no-any-return, no-untyped-call]
         if not logits.is_cuda or torch.compiler.is_compiling():
             return self.loss(logits, labels, *args, **kwargs)
-        return _compiled(self.loss)(logits, labels, *args, **kwargs)
-
-
-@cache
-def _compiled(loss: Loss) -> Loss:
-    return torch.compile(loss)
+        return compiled(self.loss)(logits, labels, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 class _StandIn(Function):
@@ -110,44 +106,33 @@ FUSED_CROSS_ENTROPY = ChangeSet(
 _plain_cross_entropy = F.cross_entropy
 
 
+class _Here(local):
+    """How many calls of changed models this thread is in."""
+
+    depth = 0
+
+
+_here = _Here()
+
+
 @contextmanager
 def _exchanged() -> Iterator[None]:
     """Within the block ``F.cross_entropy`` is ours, and in this thread it compiles.
 
-    A ``TorchFunctionMode`` would see the same call, but also every other one: on a model of many small
+    Where threads end at different times, one may find PyTorch's: then its loss runs as it is written. A
+    ``TorchFunctionMode`` would see the same call, but also every other one: on a model of many small
     operations that took a third of the forward pass's host time.
     """
-    with _users.lock:
-        # Where somebody else has put a function of theirs, that one stays.
-        if not _users.count and F.cross_entropy is _plain_cross_entropy:
-            F.cross_entropy = _watched_cross_entropy
-        _users.count += 1
+    # Where somebody else has put a function of theirs, that one stays.
+    if F.cross_entropy is _plain_cross_entropy:
+        F.cross_entropy = _watched_cross_entropy
     _here.depth += 1
     try:
         yield
     finally:
         _here.depth -= 1
-        with _users.lock:
-            _users.count -= 1
-            if not _users.count and F.cross_entropy is _watched_cross_entropy:
-                F.cross_entropy = _plain_cross_entropy
-
-
-class _Users:
-    """How many calls of changed models are under way, in all threads."""
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.count = 0
-
-
-class _Here(local):
-    """How many of them this thread is in."""
-
-    depth = 0
-
-
-_users, _here = _Users(), _Here()
+        if not _here.depth and F.cross_entropy is _watched_cross_entropy:
+            F.cross_entropy = _plain_cross_entropy
 
 
 @wraps(_plain_cross_entropy)

@@ -186,13 +186,10 @@ class Merging(ChangeSet):
     def of(cls, groups: Sequence[tuple[str, ...]], least_rows: int, host_s: float = 0.0) -> Merging:
         """That of these groups."""
         paths = tuple(dict.fromkeys(path for group in groups for path in group))
-        return cls(paths, groups=tuple(groups), least_rows=least_rows, host_s=host_s)
-
-    @property
-    def summary(self) -> str:
-        names = ", ".join(path.rpartition(".")[2] for path in self.groups[0])
-        parents = in_words(dict.fromkeys(group[0].rpartition(".")[0] for group in self.groups))
-        return f"Compute {names} in {parents} as one product."
+        names = ", ".join(path.rpartition(".")[2] for path in groups[0])
+        parents = in_words(dict.fromkeys(group[0].rpartition(".")[0] for group in groups))
+        words = f"Compute {names} in {parents} as one product."
+        return cls(paths, groups=tuple(groups), least_rows=least_rows, host_s=host_s, words=words)
 
     def make(self, run: Run, edits: Edits) -> None:
         regions: dict[str, Region] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tilefit.capture.optimizer import MakeOptimizer
 from tilefit.cost import estimate_step
@@ -20,9 +20,11 @@ from tilefit.fixes.changes.behaviour import Behaviour
 from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, Stage, fix, refuse
 from tilefit.fixes.changes.run import Run
+from tilefit.fixes.kinds.cuda_graph import copies
 from tilefit.ops import Conv
 from tilefit.rules.finding import UNSAFE
 from tilefit.rules.outside.graphs import WAITS, is_in_parts
+from tilefit.rules.outside.unfused import LEFT_OUT
 
 # ---- the compiler --------------------------------------------------------------------------------
 
@@ -36,8 +38,7 @@ def compilation(mode: str) -> ChangeSet:
         mode: ``torch.compile``'s: ``default``, or ``reduce-overhead`` (CUDA graphs).
     """
     call = "torch.compile(model)" if mode == DEFAULT else f'torch.compile(model, mode="{mode}")'
-    note = "" if mode == DEFAULT else "; clone outputs that are to outlive the next call"
-    words = f"Compile the model: {call}. The first steps wait for the compiler{note}."
+    words = f"Compile the model: {call}. The first steps wait for the compiler."
     options = (("compile", True), ("cuda_graph", mode == REDUCE_OVERHEAD))
     return ChangeSet((), options=options, also=_compiled, words=words)
 
@@ -45,7 +46,26 @@ def compilation(mode: str) -> ChangeSet:
 def _compiled(change: ChangeSet, run: Run, edits: Edits) -> None:
     if not any(parameter.is_meta for parameter in run.model.parameters()):
         mode = REDUCE_OVERHEAD if run.cuda_graph else DEFAULT
-        edits.set(run.model, "_compiled_call_impl", torch.compile(_called(run.model), mode=mode))
+        call = torch.compile(_called(run.model), mode=mode)
+        edits.set(run.model, "_compiled_call_impl", _with_copies(call) if run.cuda_graph else call)
+
+
+def _with_copies(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A call whose outputs and gradients stay what they are: a CUDA graph has them where its next replay
+    writes."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = set(map(id, tree_leaves((args, kwargs))))
+        outputs = compiled(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        # A view was made by PyTorch, of what the compiled function returned.
+        wholes = [leaf if leaf._base is None else leaf._base for leaf in made if id(leaf) not in given]
+        for node in {whole.grad_fn for whole in wholes}:
+            if node is not None:
+                node.register_hook(lambda gradients, _: tuple(copies(gradients)))
+        return tree_map_only(torch.Tensor, lambda leaf: leaf if id(leaf) in given else leaf.clone(), outputs)
+
+    return call
 
 
 def _called(model: nn.Module) -> Callable[..., Any]:
@@ -71,22 +91,32 @@ def compile_model(context: Context) -> Found:
 
     Taken up when the other fixes are made, where the step as the compiler would make it is predicted to be
     faster, with the changes that only a compiled model calls for
-    (:class:`~tilefit.fixes.changes.fix.Several`); the others are then priced once more, on top of it. Its
-    gain is the fusion of streaming operations and the compiler's own padding of misaligned products;
+    (:meth:`~tilefit.fixes.changes.fix.ChangeSet.together`); the others are then priced once more, on top of
+    it. Its gain is the fusion of streaming operations and the compiler's own padding of misaligned products;
     convolutions it does not pad. What runs as it was written under the compiler (``fuse-attention``,
     ``merge-projections``) is priced so.
 
     With ``mode="reduce-overhead"``, for models whose kernels the host cannot launch fast enough, it also
-    replays them as CUDA graphs: tensors that a call returned are then written over by the next one, and
-    reading them is an error. A model that the compiler splits into parts does not get that mode.
+    replays them as CUDA graphs. What a call returns, and gradients, are then copies (memory for twice the
+    gradients): the next call would write over them. A model that the compiler splits into parts does not get
+    that mode.
 
     What it costs: the first call for every set of sizes waits for the compiler, seconds to minutes. The model
-    is compiled in place, as ``model.compile()`` does, so that names and ``state_dict`` stay.
+    is compiled in place, as ``model.compile()`` does, so that names and ``state_dict`` stay. As there, hooks
+    that a layer gets after the first call, and functions of PyTorch's that are exchanged, are not noticed;
+    ``retain_graph=True`` is an error, which says what to set.
+
+    Refused: models of whose output the loss leaves something out, as a second head. The parameters that only
+    that is made of would get gradients of zeros where they have none, and weight decay would shrink them.
+    Who uses less of the output than the loss that the plan was made with meets that too.
     """
     run, step = context.run, context.step
     if run.cuda_graph:
         return
     if not run.options.compile:
+        if step.left_out:
+            yield Refusal(("",), f"compiled, {LEFT_OUT}")
+            return
         yield compilation(DEFAULT)
     fused = estimate_step(fuse(step), context.gpu)
     if not is_in_parts(step) and fused.launch_share > WAITS:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from tilefit.capture.optimizer import made_optimizer
-from tilefit.capture.real import loss_of_forward
+from tilefit.capture.real import RealStep
 from tilefit.errors import UsageError
 from tilefit.fixes.changes.fix import ChangeSet, applied
 from tilefit.fixes.changes.run import Run
@@ -102,41 +101,13 @@ def require_cuda(run: Run) -> None:
         )
 
 
-class RunningStep:
-    """A step that runs for real: call it. ``many`` make a turn; the optimizer's learning rate is zero.
-
-    Args:
-        run: The model and its settings.
-        optimizers: Of steps that take turns on the same parameters: one for all of a kind, so that its state
-            is there once.
-    """
+class RunningStep(RealStep):
+    """The step of a run, some number of which (``many``) make a turn."""
 
     def __init__(self, run: Run, optimizers: dict[Any, torch.optim.Optimizer] | None = None) -> None:
-        trainable = [p for p in run.model.parameters() if p.requires_grad] if run.options.train else []
-        self.run = run
-        # A fix that compiles does it in place.
-        compiles = run.options.compile and run.model._compiled_call_impl is None
-        self.model = torch.compile(run.model) if compiles else run.model
-        self.device = next(run.model.parameters()).device
-        self.optimizer: torch.optim.Optimizer | None = None
-        if trainable and run.options.optimizer != "none":
-            shared = {} if optimizers is None else optimizers
-            # Its state is laid out like the parameters, which a fix may lay out anew.
-            kind = run.options.fused_optimizer, tuple(parameter.stride() for parameter in trainable)
-            if kind not in shared:
-                fused = run.options.fused_optimizer
-                shared[kind] = made_optimizer(run.options.optimizer, trainable, fused=fused, lr=0.0)
-            self.optimizer = shared[kind]
+        device = next(run.model.parameters()).device
+        super().__init__(run.model, run.inputs, run.loss, run.options, device, optimizers)
         self.many = 1
-
-    def __call__(self) -> None:
-        run, options = self.run, self.run.options
-        loss = loss_of_forward(self.model, run.inputs, options, run.loss, self.device.type)
-        if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
-        if self.optimizer is not None:
-            self.optimizer.step()
-        run.model.zero_grad()
 
     def timed_s(self, clock: Callable[[], float]) -> float:
         """The time of a step, over ``many``."""

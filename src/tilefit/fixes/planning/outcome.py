@@ -67,9 +67,9 @@ class Outcome:
         """What is left to the user, with the reason; where changes of files are wanted, also what is only
         done at run time."""
         return [
-            (each, each.by_hand if self.source_wanted and each.by_hand else each.reason)
+            (each, reason)
             for each in self.answers
-            if each.reason or (self.source_wanted and each.by_hand and not each.written)
+            if (reason := (each.by_hand if self.source_wanted and not each.written else "") or each.reason)
         ]
 
 
@@ -115,17 +115,18 @@ def _sections(outcome: Outcome) -> Iterator[_Section]:
     if plan and plan.refused:
         items = [(f"{r.name}  {_where(r.modules)}", r.reason) for r in plan.refused]
         yield _Section("Left alone", items=items)
-    at_run_time = plan is not None and any(fix.name == "checkpoint" for fix in plan.fixes)
-    too_large = patches.too_large if outcome.source_wanted or not at_run_time else ""
-    if outcome.left or too_large:
-        items = [(f"checkpoint: {too_large}", "")] if too_large else []
-        for each, reason in outcome.left:
-            saves = " ".join(_gain(each.gain_s, outcome.report.step.time_s))  # alone
-            if each.level == THROUGHPUT:
-                saves = text.times_the_work(each.gain_s / outcome.report.step.time_s)
-            head = f"{each.code}  {saves}  {each.level}  {each.where}: {reason}"
-            items.append((head, each.advice))
+    if outcome.left:
+        step_s = outcome.report.step.time_s
+        items = [(f"{_alone(each, step_s)}: {reason}", each.advice) for each, reason in outcome.left]
         yield _Section(_LEFT, items=items)
+
+
+def _alone(answer: Answer, step_s: float) -> str:
+    """A finding with what its answer saves by itself."""
+    saves = " ".join(_gain(answer.gain_s, step_s)) if answer.gain_s else "not priced"
+    if answer.level == THROUGHPUT:
+        saves = text.times_the_work(answer.gain_s / step_s)
+    return f"{answer.code}  {saves}  {answer.level}  {answer.where}"
 
 
 @renders(Outcome, "text")

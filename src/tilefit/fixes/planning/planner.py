@@ -19,11 +19,10 @@ from tilefit.capture.failures import ON_CPU
 from tilefit.capture.trees import tensors
 from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
-from tilefit.cost.fusion import fuse
 from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.errors import CaptureError, UsageError
 from tilefit.fixes.changes.edits import Edits
-from tilefit.fixes.changes.fix import ChangeSet, Context, Fix, RefusedError, Several, Stage
+from tilefit.fixes.changes.fix import ChangeSet, Context, Fix, RefusedError, Stage
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.settings import is_fused, like
 from tilefit.fixes.planning.measuring import Gain, require_cuda, step_times_s
@@ -238,10 +237,6 @@ class Proposal(NamedTuple):
     fix: Fix
     change: ChangeSet
 
-    @property
-    def key(self) -> tuple[str, ChangeSet]:
-        return self.fix.name, self.change
-
 
 @dataclass(frozen=True, slots=True)
 class _State:
@@ -281,10 +276,11 @@ class _Planner:
     #: The step is priced on these, too: what is measured here need not pay on other hosts.
     hosts: tuple[float, ...]
     say: Say
-    refused: dict[RefusedFix, None] = field(default_factory=dict)
+    #: By fix and modules the last reason: what is refused now may be made beside other changes.
+    refused: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
-    _gains: dict[tuple[str, ChangeSet], float] = field(default_factory=dict)
-    _unfit: set[tuple[str, ChangeSet]] = field(default_factory=set)
+    _gains: dict[Proposal, float] = field(default_factory=dict)
+    _unfit: set[Proposal] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         #: As the model was, and with each change on top.
@@ -305,24 +301,20 @@ class _Planner:
         return any(self._best_taken(stage) for stage in (Stage.MODEL, Stage.RUN))
 
     def _best_taken(self, stage: Stage) -> bool:
-        waiting = {each.key: each for each in self._proposals(self.now, stage)}
-        tried: dict[tuple[str, ChangeSet], _State] = {}
+        waiting = dict.fromkeys(self._proposals(self.now, stage))
+        tried: dict[Proposal, _State] = {}
         while waiting:
-            best = max(waiting, key=lambda key: self._gains.get(key, float("inf")))
-            proposal = waiting[best]
+            best = max(waiting, key=lambda each: self._gains.get(each, float("inf")))
             if best in tried:
                 del waiting[best]
-                if self._is_worth(proposal, tried[best]):
+                if self._is_worth(best, tried[best]):
                     self.states.append(tried[best])
-                    # Beside what was made since it may pay where it did not.
-                    mine = proposal.fix.name, proposal.change.modules
-                    self.refused = {each: None for each in self.refused if (each.name, each.modules) != mine}
                     return True
-            elif (after := self._tried(self.now, proposal)) is None:
+            elif (after := self._tried(self.now, best)) is None:
                 del waiting[best]
             else:
                 tried[best], self._gains[best] = after, _gain(self.now, after)[0]
-                waiting |= {each.key: each for each in self._called_for(proposal, after)}
+                waiting |= dict.fromkeys(self._called_for(best, after))
         return False
 
     def fit(self) -> None:
@@ -344,12 +336,12 @@ class _Planner:
         context = self._context(state)
         changed = {path for made in state.made for path in made.change.modules}
         # With ``min_gain`` below zero a change that gains nothing the second time would be made for ever.
-        done = self._unfit.union(made.key for made in state.made)
+        done = self._unfit.union(state.made)
         for fix in self.fixes:
             for found in fix.find(context) if fix.stage == stage else ():
                 if isinstance(found, ChangeSet):
-                    if (fix.name, found) not in done:
-                        yield Proposal(fix, found)
+                    if (proposal := Proposal(fix, found)) not in done:
+                        yield proposal
                 # What another fix has changed is not refused.
                 elif not changed.intersection(found.modules):
                     self._refuse(fix.name, found.modules, found.reason)
@@ -357,12 +349,12 @@ class _Planner:
     def _called_for(self, proposal: Proposal, after: _State) -> list[Proposal]:
         """A way to run the whole program once more, with the changes of the model that only it calls for: it
         is not to be judged without them."""
-        if proposal.fix.stage != Stage.RUN or isinstance(proposal.change, Several):
+        if proposal.fix.stage != Stage.RUN or proposal.change.changes:
             return []
         # What the model calls for as it is run now was priced before.
-        first = [each.change for each in self._proposals(after, Stage.MODEL) if each.key not in self._gains]
-        together = Proposal(proposal.fix, Several.of(*first, proposal.change))
-        return [together] if first and together.key not in self._unfit else []
+        first = [each.change for each in self._proposals(after, Stage.MODEL) if each not in self._gains]
+        together = Proposal(proposal.fix, ChangeSet.together(*first, proposal.change))
+        return [together] if first and together not in self._unfit else []
 
     def _tried(self, before: _State, proposal: Proposal, why: str = "{}") -> _State | None:
         """The run with a change on top; None where that cannot be: ``why``, around the reason."""
@@ -380,7 +372,7 @@ class _Planner:
 
     def _state(self, run: Run, made: tuple[Proposal, ...]) -> _State:
         written = run.capture()
-        step = fuse(written) if run.options.compile else written
+        step = run.compiled(written)
         is_eager = not (run.options.compile or run.cuda_graph)
         python_s = is_eager * sum(each.change.host_s for each in made)
         estimate = estimate_step(step, self.gpu, python_s=python_s)
@@ -449,7 +441,8 @@ class _Planner:
 
             def fails(count: int, compare: _Compare = compare, reasons: dict[int, str] = reasons) -> bool:
                 """Whether the first changes are not proven, and why."""
-                changes = [part for each in made[:count] for part in each.change.parts if part.modules]
+                parts = [part for each in made[:count] for part in each.change.changes or (each.change,)]
+                changes = [part for part in parts if part.modules]
                 names = [each.fix.name for each in made[:count] if each.change.modules]
                 reasons[count] = ""
                 if changes:
@@ -469,11 +462,11 @@ class _Planner:
 
     def reject(self, proposal: Proposal, reason: str) -> None:
         """Leave a change out for good."""
-        self._unfit.add(proposal.key)
+        self._unfit.add(proposal)
         self._refuse(proposal.fix.name, proposal.change.modules, reason)
 
     def _refuse(self, name: str, modules: tuple[str, ...], reason: str) -> None:
-        self.refused.setdefault(RefusedFix(name, modules, reason))
+        self.refused[name, modules] = reason
 
     # ---- the plan ------------------------------------------------------------------------------
 
@@ -489,19 +482,19 @@ class _Planner:
         fixes = []
         for (before, after), measured_s in zip(pairwise(self.states), saved_s, strict=True):
             fix, change = after.made[-1]
-            how = fix.name, fix.level, fix.rules, change.modules, change.summary
+            how = fix.name, fix.level, fix.rules, change.modules, change.words
             in_fp64, on_gpu = (*(proofs if change.modules else ()), None, None)[:2]
             fixes.append(AppliedFix(*how, *_gain(before, after), in_fp64, on_gpu, measured_s))
         done = {(each.name, each.modules) for each in fixes}
         whole = {fix.name for fix in self.fixes if fix.stage == Stage.RUN}
         if whole.intersection(each.name for each in fixes):
-            done |= {(each.name, each.modules) for each in self.refused if each.name in whole}
+            done |= {(name, modules) for name, modules in self.refused if name in whole}
         return Plan(
             model=self.run.model,
             run=self.run,
             gpu=self.gpu.name,
             fixes=tuple(fixes),
-            refused=tuple(each for each in self.refused if (each.name, each.modules) not in done),
+            refused=tuple(RefusedFix(*of, why) for of, why in self.refused.items() if of not in done),
             before_s=before_s,
             after_s=after_s,
             before_bytes=self.first.step.memory.peak_bytes,

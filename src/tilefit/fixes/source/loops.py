@@ -27,20 +27,16 @@ def write_loop_at_once(finding: Finding, context: Context, files: Files) -> Chan
     between = f"{syntax.file.newline_after(syntax.start(loop))}{syntax.indentation(syntax.line(loop))}"
     edit = syntax.replaced(loop, between.join(at_once(syntax.code(loop), torch)))
     summary = f"{torch}._foreach_… for the loop"
-    return Change.of([*imports, (syntax, edit)], syntax.line(loop), summary, level=SAFE)
+    return Change([(syntax, edit), *imports], summary, level=SAFE)
 
 
 #: In-place methods of tensors that ``torch._foreach_`` has under the same name.
 _METHODS = frozenset(
     "mul_ add_ sub_ div_ lerp_ addcmul_ addcdiv_ clamp_min_ clamp_max_ copy_ neg_ zero_".split()
 )
-#: What arithmetic on tensors is called there, and whether its sides may change places.
-_OPERATORS = {
-    ast.Add: ("add", True),
-    ast.Mult: ("mul", True),
-    ast.Sub: ("sub", False),
-    ast.Div: ("div", False),
-}
+#: What arithmetic on tensors is called there, and where its sides may change places.
+_OPERATORS = {ast.Add: "add", ast.Mult: "mul", ast.Sub: "sub", ast.Div: "div"}
+_TURN = ("add", "mul")
 
 
 def at_once(loop: str, torch: str) -> Iterator[str]:
@@ -69,10 +65,8 @@ def at_once(loop: str, torch: str) -> Iterator[str]:
     written_to = _listed(call, lists)
     refuse(not written_to, "the loop writes to something else than the tensors it goes over")
     for name, own in operations:
-        arguments = [written_to]
-        for argument in own:
-            arguments.append(_of_all(argument, lists, torch) or str(ast.get_source_segment(loop, argument)))
-        yield f"{torch}._foreach_{name}({', '.join(arguments)})"
+        arguments = (_of_all(a, lists, torch) or str(ast.get_source_segment(loop, a)) for a in own)
+        yield f"{torch}._foreach_{name}({', '.join([written_to, *arguments])})"
 
 
 def _of_all(value: ast.AST, lists: Mapping[str, str], torch: str) -> str:
@@ -84,9 +78,9 @@ def _of_all(value: ast.AST, lists: Mapping[str, str], torch: str) -> str:
         return ""
     match value:
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
-            name, turns = _OPERATORS[type(operator)]
+            name = _OPERATORS[type(operator)]
             sides = [_of_all(side, lists, torch) for side in (left, right)]
-            if turns and not sides[0]:
+            if name in _TURN and not sides[0]:
                 (left, right), sides = (right, left), sides[::-1]
             if sides[0]:
                 return f"{torch}._foreach_{name}({sides[0]}, {sides[1] or ast.unparse(right)})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import NamedTuple
 
 from tilefit import units
@@ -13,7 +12,6 @@ from tilefit.cost.fusion import fuse
 from tilefit.errors import TilefitError
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.source.change import Change, Write
-from tilefit.fixes.source.checkpoint import ways
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.program import Files
 from tilefit.ops import Step
@@ -49,15 +47,12 @@ class Patches:
     Attributes:
         made: In the order in which they were priced.
         by_hand: What could not be.
-        others: Codes of the findings of the changed program that are none of a source fix.
-        too_large: Why nothing is written that brings the step into the budget it was given; empty where it is
-            there, or where a finding says so.
+        remaining: Codes of the findings of the changed program.
     """
 
     made: tuple[Patch, ...] = ()
     by_hand: tuple[ByHand, ...] = ()
-    others: tuple[str, ...] = ()
-    too_large: str = ""
+    remaining: frozenset[str] = frozenset()
 
     def texts(self) -> dict[SourceFile, str]:
         """The changed files with their new texts."""
@@ -67,12 +62,10 @@ class Patches:
         """A unified diff of all files, each in its own encoding, headed by what it does."""
         parts = []
         for file, text in self.texts().items():
-            for patch in self.made:
-                if any(syntax.file is file for syntax in patch.edits):
-                    head = f"{patch.code} ({patch.level}): {patch.summary}"
-                    for line in (head, *([f"  {patch.note}"] if patch.note else [])):
-                        parts.append(f"# {line}\n".encode(file.encoding, errors="replace"))
-            parts.append(file.diff(text))
+            own = [patch for patch in self.made if any(syntax.file is file for syntax, _ in patch.edits)]
+            heads = [(f"{patch.code} ({patch.level}): {patch.summary}", f"  {patch.note}") for patch in own]
+            lines = (f"# {line}\n" for head in heads for line in head if line.strip())
+            parts += [*(line.encode(file.encoding, errors="replace") for line in lines), file.diff(text)]
         return b"".join(parts)
 
     def write(self) -> list[str]:
@@ -98,7 +91,6 @@ class Trial(NamedTuple):
         captured: The step with other texts of files, by path; raises where there is none.
         find: The findings of a step, best first.
         levels: Patches of other levels are left to the user.
-        budget_bytes: What the step may take; what takes more computes modules again in its backward pass.
     """
 
     writers: Mapping[str, Write]
@@ -106,61 +98,34 @@ class Trial(NamedTuple):
     captured: Callable[[Mapping[str, str]], Step]
     find: Callable[[Context], Sequence[Finding]]
     levels: Sequence[str]
-    budget_bytes: float = inf
 
     def written(self, finding: Finding, context: Context) -> Change | str:
         """What is written for a finding, or why nothing is."""
         try:
             change = self.writers[finding.code](finding, context, self.files)
-            sources_of([change])
+            texts_of([change])
         except RefusedError as refused:
             return refused.what
         where = f"{change.summary} in {change.where}"
         return change if change.level in self.levels else f"{where} is {change.level}: --level {change.level}"
 
-    def priced(self, changes: Sequence[Change], before: Context) -> Context | str:
-        """The step with changes, or why it is none."""
+    def with_one_more(self, made: Sequence[Change], change: Change, before: Context) -> Context | str:
+        """The step with one more change, or why that is left out."""
         try:
-            step = self.captured(sources_of(changes))
+            texts = texts_of([*made, change])
+            step = self.captured({str(file.path): text for file, text in texts.items()})
         except RefusedError as refused:
             return refused.what
         except TilefitError as error:
-            return f"the program does not run with {changes[-1].summary} ({error.what})"
+            return f"the program does not run with {change.summary} ({error.what})"
         step = fuse(step) if step.settings.compiled else step
-        return Context(step, before.gpu, estimate_step(step, before.gpu))
-
-    def with_one_more(self, made: Sequence[Change], change: Change, before: Context) -> Context | str:
-        """The step with one more change, or why that is left out."""
-        after = self.priced([*made, change], before)
-        if isinstance(after, str) or after.estimate.time_s < before.estimate.time_s:
+        after = Context(step, before.gpu, estimate_step(step, before.gpu))
+        if after.estimate.time_s < before.estimate.time_s:
             return after
         took, takes = (units.seconds(context.estimate.time_s) for context in (before, after))
         beside = ", the other changes made" if made else ""
         beside += "".join(f". {note[:-1]}" for note in after.step.notes if note not in before.step.notes)
         return f"it saves nothing: {takes} a step with it, {took} without{beside}"
-
-    def fitted(self, made: Sequence[Change], context: Context, before: Context) -> Patch | str:
-        """What brings a step with changes into its memory, on top of them, or why nothing does; empty if it
-        is. ``context``: with its lines as they are in the files; ``before``: as it is."""
-        if context.step.memory.peak_bytes <= self.budget_bytes or not context.step.settings.training:
-            return ""
-        reason, has = "no module that can be computed again frees enough", units.capacity(self.budget_bytes)
-        try:
-            for way in ways(context, self.budget_bytes, self.files):
-                for change in way:
-                    after = self.priced([*made, change], before)
-                    if isinstance(after, str):
-                        reason = after
-                        break
-                    need = units.capacity(after.step.memory.peak_bytes)
-                    if after.step.memory.peak_bytes <= self.budget_bytes:
-                        gain_s = before.estimate.time_s - after.estimate.time_s
-                        note = f"it takes {need} at once, not {units.capacity(before.step.memory.peak_bytes)}"
-                        return Patch(**{**vars(change), "note": note}, code="BAT002", gain_s=gain_s)
-                    reason = f"with {change.summary} it would still need {need}, and may take {has}"
-        except RefusedError as refused:
-            return refused.what
-        return reason
 
 
 def propose(context: Context, trial: Trial) -> Patches:
@@ -170,22 +135,19 @@ def propose(context: Context, trial: Trial) -> Patches:
         context: The program's step as it is: its lines are those of the files.
         trial: Writes and tries them.
     """
-    seen = trial.files.seen(context.step)
+    program = context.step.program
     made = list[Patch]()
     #: By code, each finding with what is written for it, or why nothing is.
     written: dict[str, list[tuple[Finding, Change | str]]] = {}
-
-    def on_lines_of_files(context: Context) -> Context:
-        """A changed program's step with the lines of the program in the files, which are others."""
-        return replace(context, step=replace(context.step, program=seen))
-
     while True:
         before, found = context, trial.find(context)
+        # A changed program's step with the lines of the program in the files, which are others.
+        on_lines_of_files = replace(context, step=replace(context.step, program=program))
         codes = dict.fromkeys(finding.code for finding in found)
         for code in codes.keys() - written.keys() & trial.writers.keys():
             # A line of a changed program is none of the files'.
-            own = [f for f in found if f.code == code and not (made and seen.was_run and f.source)]
-            written[code] = [(f, trial.written(f, on_lines_of_files(context))) for f in own]
+            own = [f for f in found if f.code == code and not (made and program.was_run and f.source)]
+            written[code] = [(f, trial.written(f, on_lines_of_files)) for f in own]
         by_hand = []
         # What was left out before may be worth it on top of others.
         for finding, change in [each for code in codes for each in written.get(code, ())]:
@@ -201,21 +163,7 @@ def propose(context: Context, trial: Trial) -> Patches:
                 context = after
         if context is before:
             break
-    others = tuple(code for code in codes if code not in trial.writers)
-    fitted = trial.fitted(made, on_lines_of_files(context), context)
-    if isinstance(fitted, Patch):
-        return Patches((*made, fitted), tuple(by_hand), others)
-    large = [ByHand(finding, fitted) for finding in found if fitted and finding.code == "BAT002"]
-    return Patches(tuple(made), (*by_hand, *large), others, "" if large else fitted)
-
-
-def sources_of(changes: Sequence[Change]) -> dict[str, str]:
-    """The texts of the files that changes edit, by real path.
-
-    Raises:
-        RefusedError: one would be no Python.
-    """
-    return {str(file.path): text for file, text in texts_of(changes).items()}
+    return Patches(tuple(made), tuple(by_hand), frozenset(codes))
 
 
 def texts_of(changes: Sequence[Change]) -> dict[SourceFile, str]:
@@ -225,9 +173,8 @@ def texts_of(changes: Sequence[Change]) -> dict[SourceFile, str]:
         RefusedError: the new text is no Python.
     """
     edits: dict[SourceFile, list[Edit]] = {}
-    for change in changes:
-        for syntax, own in change.edits.items():
-            edits.setdefault(syntax.file, []).extend(own)
+    for syntax, edit in (placed for change in changes for placed in change.edits):
+        edits.setdefault(syntax.file, []).append(edit)
     texts = {file: file.with_edits(own) for file, own in edits.items()}
     for file, text in texts.items():
         try:

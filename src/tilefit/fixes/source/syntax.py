@@ -1,9 +1,8 @@
-"""A parsed source file: its calls by where they end, its names by what they mean."""
+"""A parsed source file: where its nodes are, and what its names mean."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import TypeVar
 
 import libcst as cst
@@ -13,7 +12,6 @@ from libcst.metadata import (
     MetadataWrapper,
     ParentNodeProvider,
     PositionProvider,
-    Scope,
     ScopeProvider,
 )
 
@@ -44,7 +42,7 @@ class Syntax:
         self._positions = wrapper.resolve(PositionProvider)
         self._scopes = wrapper.resolve(ScopeProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
-        self._kinds: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
+        self._nodes = sorted(self._positions, key=self.start)
 
     # ---- places ----------------------------------------------------------------------------
 
@@ -58,14 +56,18 @@ class Syntax:
         position = self._positions[node].end
         return self.file.offset(position.line, position.column)
 
-    def line_end(self, node: cst.CSTNode) -> int:
-        """Offset behind the line that a node ends on."""
-        number = self.file.line_of(self.stop(node))
-        return self.file.line_starts[number - 1] + len(self.file.line(number))
-
     def line(self, node: cst.CSTNode) -> int:
         """The line a node begins on."""
         return int(self._positions[node].start.line)
+
+    def last_line(self, node: cst.CSTNode) -> int:
+        """The line a node ends on."""
+        return int(self._positions[node].end.line)
+
+    def line_end(self, node: cst.CSTNode) -> int:
+        """Offset behind the line that a node ends on."""
+        number = self.last_line(node)
+        return self.file.offset(number, len(self.file.line(number)))
 
     def where(self, node: cst.CSTNode) -> str:
         """File and line, for a message: ``train.py:12``."""
@@ -89,70 +91,41 @@ class Syntax:
     def all(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
         """All nodes of a kind, in the order of the file."""
         first, last = (self.start(within), self.stop(within)) if within else (0, len(self.file.text))
-        for node in self._of_kind(kind):
-            assert isinstance(node, kind)
-            if first <= self.start(node) and self.stop(node) <= last:
+        for node in self._nodes:
+            if isinstance(node, kind) and first <= self.start(node) and self.stop(node) <= last:
                 yield node
-
-    def _of_kind(self, kind: type[cst.CSTNode]) -> list[cst.CSTNode]:
-        if kind not in self._kinds:
-            found = [node for node in self._positions if isinstance(node, kind)]
-            self._kinds[kind] = sorted(found, key=self.start)
-        return self._kinds[kind]
 
     def on_line(self, kind: type[Node], line: int) -> list[Node]:
         """The nodes of a kind that a line is a part of, the outermost first."""
-        return [n for n in self.all(kind) if self.line(n) <= line <= self.file.line_of(self.stop(n))]
+        return [node for node in self.all(kind) if self.line(node) <= line <= self.last_line(node)]
 
     def names(self, *within: cst.CSTNode) -> set[str]:
         """All names that nodes contain."""
         return {name.value for each in within for name in self.all(cst.Name, each)}
 
-    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The node that a node is part of."""
-        return self._parents[node]
-
-    def around(self, node: cst.CSTNode, kind: type[Node]) -> Node | None:
-        """The innermost node of a kind around a node."""
+    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around a node, the innermost first."""
         while not isinstance(node, cst.Module):
-            node = self._parents[node]
-            if isinstance(node, kind):
-                return node
-        return None
+            yield (node := self._parents[node])
 
-    @cached_property
-    def _calls(self) -> dict[tuple[int, int], cst.Call]:
-        """Every call by the position behind its closing parenthesis, where no other call ends."""
-        return {
-            (position.end.line, position.end.column): node
-            for node, position in self._positions.items()
-            if isinstance(node, cst.Call)
-        }
-
-    def call_ending(self, line: int, utf8_column: int) -> cst.Call | None:
-        """The call whose closing parenthesis is just before a position, as Python's bytecode gives it."""
-        characters = len(self.file.line(line).encode()[:utf8_column].decode(errors="replace"))
-        return self._calls.get((line, characters))
+    def around(self, node: cst.CSTNode, *kinds: type[Node]) -> Iterator[Node]:
+        """Those of some kinds."""
+        return (each for each in self.parents(node) if isinstance(each, kinds))
 
     # ---- names -----------------------------------------------------------------------------
 
-    def scope(self, node: cst.CSTNode) -> Scope:
-        """The scope a node is in."""
-        scope = self._scopes[node]
-        assert scope is not None
-        return scope
-
-    @property
-    def global_scope(self) -> GlobalScope:
-        """The scope of the module."""
-        scope = self.scope(self.tree)
-        assert isinstance(scope, GlobalScope)
-        return scope
+    def is_global(self, node: cst.CSTNode) -> bool:
+        """Whether a node is in no function or class."""
+        return isinstance(self._scopes[node], GlobalScope)
 
     def means(self, node: cst.CSTNode) -> set[str]:
         """What a name or attribute may mean, by its imports: ``torch.optim.AdamW``."""
-        return {name.name for name in self.scope(node).get_qualified_names_for(node)}
+        scope = self._scopes[node]
+        return {name.name for name in scope.get_qualified_names_for(node)} if scope else set()
 
-    def assignments(self, name: str, scope: Scope) -> list[Assignment]:
-        """Where a name gets its value, as a scope sees it."""
-        return [assigned for assigned in scope[name] if isinstance(assigned, Assignment)]
+    def assignments(self, name: cst.Name) -> list[cst.CSTNode]:
+        """Where a name gets its value, in the order of the file; empty for what is none, such as a keyword
+        or an attribute."""
+        scope = self._scopes.get(name)
+        found = scope[name.value] if scope else ()
+        return sorted((each.node for each in found if isinstance(each, Assignment)), key=self.start)

@@ -10,17 +10,14 @@ from tilefit.cost.recompute import Recompute
 from tilefit.cost.waits import host_bytes_per_s
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
+from tilefit.ops.memory import CHUNKS, OF_BF16, OF_EIGHT_BITS
 from tilefit.ops.timeline import LOGITS
 from tilefit.rules.base import Case, Context, Place, Proposal, Proposals, Rule
 from tilefit.rules.finding import ERROR, UNSAFE
 from tilefit.units import capacity, seconds, share, size
 
-#: Of the state of an fp32 optimizer: in bf16, and in 8 bits with a scale of 4 bytes for 256 values
-#: (Dettmers and others, "8-bit Optimizers via Block-wise Quantization", 2022).
-OF_BF16, OF_EIGHT_BITS = 1 / 2, (1 + 4 / 256) / 4
-#: Parts that a loss over many classes is computed in, and the share of the peak from which on it is worth a
-#: word: choices.
-CHUNKS, _LARGE = 8, 0.05
+#: The share of the peak from which on a loss in parts is worth a word: a choice.
+_LARGE = 0.05
 
 
 def largest_batch(step: Step, gpu: Gpu) -> int:
@@ -47,7 +44,7 @@ class OutOfMemory(Rule):
     Fix: a smaller batch with gradient accumulation; activation checkpointing, which computes activations
     again instead of keeping them; where the fixed part alone is too large, sharding (FSDP), an 8-bit
     optimizer or a larger GPU. The message says which modules to checkpoint: those that cost the least time
-    for each byte that they free at the fullest moment, until the step fits; ``tilefit fix`` does it.
+    for each byte that they free at the fullest moment, until the step fits; ``tilefit.optimize`` does it.
 
     Source: Rajbhandari and others, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
     (2020), on what fills the memory.
@@ -131,5 +128,5 @@ def _recompute(context: Context, usable_bytes: float) -> str:
     saved = capacity(memory.peak_bytes - found.peak_bytes)
     return (
         f"checkpoint {modules} ({found.modules[0]} and on), which frees {saved} for "
-        f"{seconds(found.extra_s)} more: tilefit fix --select checkpoint"
+        f'{seconds(found.extra_s)} more: tilefit.optimize(model, inputs, select=["checkpoint"])'
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tilefit.ops import FORWARD, Gemm, StepOp, Streaming
 from tilefit.ops.dtypes import HALVES
 from tilefit.rules.base import Case, Change, Context, Edits, Place, Proposal, Proposals, Rule
-from tilefit.rules.finding import ADVICE, UNSAFE
+from tilefit.rules.finding import ADVICE, SAFE, UNSAFE
 from tilefit.rules.flow import Flow, is_cast, read_from_outside, tensor_bytes
 from tilefit.rules.merging import instead
 from tilefit.rules.outside.attention_by_hand import attention_chains
@@ -95,7 +95,7 @@ def _detours(flow: Flow) -> Proposals:
             place=Place.of(fused.site for _, fused in regions),
             message=f"{half} activations are cast to fp32 and back around {len(first)} kernels ({names})",
             fix=_advice(names, half, reduces=any(each.op.category in _REDUCING for _, each in regions)),
-            safety=ADVICE,
+            safety=ADVICE if "native_" in names else SAFE,
             change=Change(replaced),
             arithmetic=(
                 f"{len(regions)} detours through fp32 move {size(saved)} more than one kernel each "
@@ -116,8 +116,8 @@ def _advice(names: str, half: str, *, reduces: bool) -> str:
     else:
         known = 'F.gelu(approximate="tanh"), F.silu'
     return (
-        f"Use a kernel that computes in fp32 inside: {known}, or torch.compile; tilefit fix does it where it "
-        "knows what is computed."
+        f"Use a kernel that computes in fp32 inside: {known}, or torch.compile; tilefit fix compiles the "
+        "module alone."
     )
 
 

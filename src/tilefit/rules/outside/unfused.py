@@ -20,6 +20,8 @@ _WORST = 3
 _LEAST_SHARE = 0.005
 #: What graphs save beyond is told from this share of the step on: they keep memory taken. A choice.
 _GRAPHS_SHARE = 0.02
+#: What AOTAutograd does to a step's parameters that are left out.
+LEFT_OUT = "what the loss leaves out of the output gets gradients of zeros, not none: weight decay shrinks it"
 #: What else the compiler does, by the kind of operation that gains by it.
 _OTHER_WORK: dict[type[Op], str] = {
     Gemm: "padding of misaligned products",
@@ -113,6 +115,8 @@ class Unfused(Rule):
         fewer = ", in fewer kernels" if left_moved >= moved else ""
         left = f"{_count(fused):,} {'is' if _count(fused) == 1 else 'are'} left"
         advice, safety = _advice(step.program)
+        if step.left_out:
+            advice, safety = f"{advice} But {LEFT_OUT}.", ADVICE
         yield Proposal(
             place=Place(),
             message=f"{_count(step):,} streaming operations take {share(outside_s / before.gpu_time_s)} of "

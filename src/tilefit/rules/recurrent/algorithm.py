@@ -2,61 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 from tilefit.cost.cudnn import STANDARD, cudnn_algorithm
-from tilefit.gpus import Gpu
-from tilefit.ops import BACKWARD_WEIGHT, Recurrent
+from tilefit.ops import BACKWARD_WEIGHT
 from tilefit.rules.base import Case, Change, Context, Proposal, Proposals, Rule
 from tilefit.rules.finding import SAFE, UNSAFE
+from tilefit.rules.recurrent.adaptations import advice, applied, fewest
 from tilefit.rules.recurrent.layers import exchanged, recurrent_layers
-from tilefit.rules.resize import pad
-
-
-def _split(op: Recurrent) -> list[Recurrent]:
-    """One module per layer and direction."""
-    single = replace(op, num_layers=1, bidirectional=False)
-    wide = op.output_size * op.directions
-    layers = [single] + [replace(single, input_size=wide)] * (op.num_layers - 1)
-    return [layer for layer in layers for _ in range(op.directions)]
-
-
-class _Change(NamedTuple):
-    """A change to a layer: what to tell the user, whether it is safe, and which fields it sets or pads to a
-    multiple; or it splits the layer."""
-
-    advice: str
-    safety: str
-    sets: Mapping[str, Any] = {}
-    pads: Mapping[str, int] = {}
-    splits: bool = False
-
-    def apply(self, op: Recurrent) -> list[Recurrent]:
-        """The layers that a layer becomes."""
-        if self.splits:
-            return _split(op)
-        sizes: dict[str, Any] = {
-            name: pad(getattr(op, name), multiple) for name, multiple in self.pads.items()
-        }
-        return [replace(op, **self.sets, **sizes)]
-
-
-#: The changes that can meet a condition, in the order they are made.
-_CHANGES = (
-    _Change(
-        "pass a padded tensor, not a PackedSequence (mask the padding in the loss)",
-        UNSAFE,
-        sets={"packed": False, "rows": 0},
-    ),
-    _Change("run it under fp16 autocast", UNSAFE, sets={"dtype": "fp16"}),
-    _Change("make the hidden size {op.hidden_size}", UNSAFE, pads={"hidden_size": 128}),
-    _Change("use a module per layer and direction", SAFE, splits=True),
-    _Change("pad the input to {op.input_size} features", SAFE, pads={"input_size": 128}),
-    _Change("pad the mini-batch to {op.batch}", SAFE, pads={"batch": 8}),
-)
 
 
 class PersistentAlgorithm(Rule):
@@ -95,16 +48,16 @@ class PersistentAlgorithm(Rule):
             if algorithm != STANDARD:
                 continue
             directions = {step.ops[i].op.direction for _, rows in places for i in rows}  # type: ignore[attr-defined]
-            changes = _fewest(op, gpu, directions - {BACKWARD_WEIGHT})
+            changes = fewest(op, gpu, directions - {BACKWARD_WEIGHT})
             if not changes:
                 continue
-            replaced = exchanged(step, places, partial(_applied, changes=changes))
-            after = _applied(op, changes)[0]
-            advice = _advice(op, changes)
+            replaced = exchanged(step, places, partial(applied, changes=changes))
+            after = applied(op, changes)[0]
+            words = advice(op, changes)
             yield Proposal(
                 place=context.place(rows[0] for _, rows in places),
                 message=f"cuDNN runs its {algorithm} algorithm: {reason}",
-                fix=advice[0].upper() + advice[1:] + ".",
+                fix=words[0].upper() + words[1:] + ".",
                 safety=UNSAFE if any(change.safety == UNSAFE for change in changes) else SAFE,
                 change=Change(replaced),
                 arithmetic=(
@@ -112,40 +65,3 @@ class PersistentAlgorithm(Rule):
                     f"{after.shape}, {after.dtype}: {cudnn_algorithm(after, gpu)[0]}, one kernel",
                 ),
             )
-
-
-def cheapest_change(op: Recurrent, gpu: Gpu, directions: set[str]) -> str:
-    """The fewest changes with which cuDNN's persistent algorithm runs every pass; empty if there are none."""
-    return _advice(op, _fewest(op, gpu, directions))
-
-
-def _advice(op: Recurrent, changes: list[_Change]) -> str:
-    after = _applied(op, changes)[0]  # the others read what this one makes
-    return "; ".join(change.advice.format(op=after) for change in changes)
-
-
-def _applied(op: Recurrent, changes: list[_Change]) -> list[Recurrent]:
-    ops = [op]
-    for change in changes:
-        ops = [new for old in ops for new in change.apply(old)]
-    return ops
-
-
-def _fewest(op: Recurrent, gpu: Gpu, directions: set[str]) -> list[_Change]:
-    """A smallest set of changes that lets every pass persist; empty if not even all of them do."""
-
-    def persists(changes: list[_Change]) -> bool:
-        return all(
-            cudnn_algorithm(replace(new, direction=direction), gpu)[0] != STANDARD
-            for direction in directions
-            for new in _applied(op, changes)
-        )
-
-    changes = list(_CHANGES)
-    if not persists(changes):
-        return []
-    for change in _CHANGES:
-        without = [other for other in changes if other is not change]
-        if persists(without):
-            changes = without
-    return changes

@@ -60,7 +60,7 @@ def changes(sources: Sources) -> dict[str, Change]:
         "timm.models._builder": lambda module: sources.answer(
             module,
             "load_pretrained",
-            lambda model, *a, **k: f"weights of {type(model).__name__}",
+            lambda model, *a, **k: f"a checkpoint of {type(model).__name__}",
             lambda model, *a, **k: sources.state(f"timm {type(model).__name__}", "random weights"),
         ),
     }

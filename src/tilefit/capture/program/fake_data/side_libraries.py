@@ -14,7 +14,7 @@ from typing import Any
 
 from tilefit.capture.program.fake_data.hub import datasets_of
 from tilefit.capture.program.fake_data.network import requests_of
-from tilefit.capture.program.fake_data.sources import Sources, asked_by_user, is_prepared
+from tilefit.capture.program.fake_data.sources import STAND_IN, Sources, asked_by_user, is_prepared
 from tilefit.capture.program.known import KNOWN
 from tilefit.capture.program.late import Change
 
@@ -82,7 +82,7 @@ class _Finder(MetaPathFinder, Loader):
         # What other systems alone have is part of Python, too, and its library does without.
         if not asked or is_prepared() or library in sys.stdlib_module_names:
             return False
-        self._sources.note(f"the library {library}", *([] if known else [_INSTALL]))
+        self._sources.note(f"the library {library}", STAND_IN if known else _INSTALL)
         if known and self._sources.fake:
             self._sources.state(
                 f"the library {library}", "a stand-in" if library in _WORKING else "does nothing"

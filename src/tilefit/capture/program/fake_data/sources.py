@@ -21,6 +21,8 @@ from tilefit.capture.sites import short_path, user_frames, user_line
 from tilefit.errors import TargetError, TilefitError
 
 _FAKE_IT = "Put it there, or let random data of its shape take its place: --fake-data."
+#: Of a library that a step does not need: for logging, plotting.
+STAND_IN = "Install it, or let what does as good as nothing take its place: --fake-data."
 #: How a connection is refused, before the name of the host.
 NO_DOWNLOAD = "tilefit downloads nothing, also not from"
 #: What to do where a source is missing and nobody knows what would be in it.
@@ -82,7 +84,7 @@ class Sources(ExitStack):
         follows = isinstance(error, SystemExit | AssertionError) or (
             isinstance(error, Exception) and is_missing(error)
         )
-        left = [each for each in self._missing if not self.fake or each.remedy != _FAKE_IT]
+        left = [each for each in self._missing if not self.fake or each.remedy not in (_FAKE_IT, STAND_IN)]
         if not follows:
             return None
         if left:

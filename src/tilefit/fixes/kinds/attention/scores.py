@@ -53,13 +53,10 @@ class Fusing(TorchFunctionMode):
         self.made: list[weakref.ref[Scores]] = []
         #: Memory of what kernels returned, and keep for their gradient.
         self.kept: set[int] = set()
-        self._resting = False
         self.packing = packing()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._resting:
-            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return _multi_head(*args, **kwargs)
@@ -80,11 +77,8 @@ class Fusing(TorchFunctionMode):
 
     def plainly(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that is just made, with scores computed."""
-        resting, self._resting = self._resting, True
-        try:
+        with torch._C.DisableTorchFunction():
             return func(*_computed(args), **_computed(kwargs))
-        finally:
-            self._resting = resting
 
     def finished(self, output: Any) -> Any:
         """What the module returns, with tensors in it, as in the attributes of its parts; others may write
@@ -606,6 +600,7 @@ def _letters(equation: Any, operands: Any) -> list[str]:
 
 def _by_letters(equation: Any, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key [..., rows, width] of a product over one letter whose result ends in their rows."""
+    _need(all(map(_is_operand, operands)))  # what is traced has no sizes to look at
     (a, b), (first, second, out) = operands, _letters(equation, operands)
     _need(len(out) > 1)
     if out[-2] not in first:
