@@ -134,9 +134,9 @@ def _apart(sizes: Collection[int], refs: Iterable[TensorRef]) -> int:
     return sum(ref.elements * (_APART_BYTES - size_bytes(ref.dtype)) for ref in refs if ref.elements in sizes)
 
 
-def _second_pass(chains: Chains, chain: Chain, index: int) -> tuple[int, float]:
-    """Bytes moved and FLOP before a norm can go on from its statistics: what its inputs are made of is
-    read and computed once more, or the inputs are, which then are written."""
+def _second_pass(chains: Chains, chain: Chain, index: int) -> int:
+    """Bytes moved before a norm can go on from its statistics: what its inputs are made of is read and
+    computed once more, or the inputs are read, which then are written."""
     before: set[int] = set()
     open_ = [index]
     while open_:
@@ -149,8 +149,7 @@ def _second_pass(chains: Chains, chain: Chain, index: int) -> tuple[int, float]:
     )
     readers = {index, *before}
     roots = sum(max((each[i] for i in readers & {*each}), default=0) for each in chain.reads.values())
-    flop = sum(flop_of(chains.streaming(each)) for each in before)
-    return (roots, flop) if roots <= direct else (direct, 0.0)
+    return min(roots, direct)
 
 
 def _kernel(chains: Chains, chain: Chain) -> StepOp:
@@ -173,9 +172,7 @@ def _kernel(chains: Chains, chain: Chain) -> StepOp:
             outputs[-1 - index] = chains.refs[index, -1 - index]
             write_bytes += op.elements * size_bytes("fp32")
         if op.function.removesuffix("_backward") in _IN_TWO_PASSES:
-            again_bytes, again_flop = _second_pass(chains, chain, index)
-            read_bytes += again_bytes
-            flop += again_flop
+            read_bytes += _second_pass(chains, chain, index)
     scanned = {op.elements for entry, op in members if _scans_across(entry, op)}
     read_bytes += _apart(scanned, (chains.refs[value] for value in chain.reads))
     write_bytes += _apart(scanned, outputs.values())
