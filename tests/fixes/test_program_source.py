@@ -424,6 +424,14 @@ for _ in range(4):
     [
         (
             """
+class Unbound:
+    def __getattribute__(self, name):
+        raise RuntimeError("not bound yet")
+
+
+unbound = Unbound()
+
+
 def grouped(module):
     return [{"params": [p]} for p in module.parameters()]
 

@@ -104,10 +104,11 @@ def _names_around() -> Iterator[tuple[str, _Names]]:
         if not (_is_foreign(file) or library_folder(file) or frame.f_code.co_name in _WITHIN_STATEMENTS):
             named: dict[str, Any] = {**frame.f_locals}
             for name, value in frame.f_locals.items():
-                if not isinstance(value, nn.Module | type | ModuleType):
-                    held = getattr(value, "__dict__", None) or {}
+                kind = type(value)  # nothing of the program's own is asked for, which may raise
+                if kind.__dictoffset__ and not issubclass(kind, nn.Module | type | ModuleType):
+                    held = object.__getattribute__(value, "__dict__")
                     named |= {f"{name}.{part}": held[part] for part in held}
-            names = {name: weakref.ref(it) for name, it in named.items() if isinstance(it, nn.Module)}
+            names = {name: weakref.ref(it) for name, it in named.items() if issubclass(type(it), nn.Module)}
             yield _call_in(short_path(file), frame), names
         frame = frame.f_back
 

@@ -162,8 +162,7 @@ class Calibration:
         import numpy as np
 
         network = self.networks[ops[0].kind]
-        before = analytic if network.on_analytic else None
-        baselines, rows = on_analytic(ops, gpu, before, network.divided)
+        baselines, rows = on_analytic(ops, gpu, analytic if network.on_analytic else None, network.divided)
         outputs = network(rows)
         times = baselines * np.exp(outputs[:, 0])
         spreads = np.exp(np.minimum(outputs[:, 1], WIDEST))
@@ -214,8 +213,9 @@ def _kernels(outputs: NDArray[np.float32], network: Network) -> list[dict[str, A
     """Of each row the likeliest family and, where that is sure enough, tile, and all that is said of them."""
     import numpy as np
 
-    ends = 2 + len(network.families)
-    families, tiles = (_shares(each) for each in (outputs[:, 2:ends], outputs[:, ends:]))
+    _, *logits = np.split(outputs, (2, 2 + len(network.families)), axis=1)
+    raised = (np.exp(each - each.max(axis=1, keepdims=True)) for each in logits)
+    families, tiles = (each / each.sum(axis=1, keepdims=True) for each in raised)
     sides = np.log2([tile or (1, 1) for tile in network.tiles])
     sure, unnamed = tiles.max(axis=1), tiles @ [tile is None for tile in network.tiles]
     odds = np.column_stack((families, tiles @ sides, sure, unnamed, outputs[:, 1]))
@@ -225,15 +225,6 @@ def _kernels(outputs: NDArray[np.float32], network: Network) -> list[dict[str, A
         named[family] | {"tile": network.tiles[tile] if tile >= 0 else None, "odds": tuple(told)}
         for family, tile, told in zip(*likeliest, strict=True)
     ]
-
-
-def _shares(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Probabilities of the classes of each row."""
-    import numpy as np
-
-    raised = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shares: NDArray[np.float32] = raised / raised.sum(axis=1, keepdims=True)
-    return shares
 
 
 def on_analytic(

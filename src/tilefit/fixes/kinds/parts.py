@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,17 +17,14 @@ from tilefit.fixes.changes.assumed import is_torchs
 from tilefit.fixes.changes.behaviour import Behaviour, behaves, behaviours, refuse
 from tilefit.fixes.changes.calls import PLAIN, is_followed
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, fix
-from tilefit.fixes.changes.hooks import is_watched_within
+from tilefit.fixes.changes.hooks import are_all_watched
 from tilefit.ops import FORWARD, OPTIMIZER
 
 #: What a compiled call takes the host in both passes beside launches: guards, AOTAutograd's way in and out.
-#: By launches alone it would save some 300 us; it saves 41 of a norm's 241, and 33 of a GELU's 195
+#: With it a part takes the host what it takes written out, and gains on the GPU alone. A norm's call took 200
+#: us, and 241 written out, a GELU's 162 and 195, where launches alone say 300 us less
 #: (``benchmarks/results/compiled_parts_h200.json``).
-HOST_S = 280e-6
-#: The compiler draws other random numbers from the same seed.
-_RANDOM = frozenset("native_dropout bernoulli rand_like randn_like normal multinomial".split())
-
-
+HOST_S = 350e-6
 #: What generates the code.
 _BACKEND = "inductor"
 
@@ -42,23 +39,31 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class CompiledAlone(Behaviour):
     """The module, compiled where it runs on a GPU by itself."""
 
+    is_innermost = True
     is_compiled = True
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values(), *module._parameters.values())
-        tensors = [each for each in given if isinstance(each, torch.Tensor)]
-        is_seen = is_followed() or (module._modules and is_watched_within(module))
-        if tensors and not is_seen and all(map(_is_on_gpu, tensors)):
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        is_alone = tensors and not (is_followed() or are_all_watched())
+        if is_alone and all(map(_is_on_gpu, (*tensors, *module._parameters.values()))):
             return compiled(type(module).forward)(module, *args, **kwargs)
         return forward(*args, **kwargs)
 
     def require(self, module: nn.Module, path: str) -> None:
         super().require(module, path)
-        refuse(any(map(behaviours, module.modules())), f"{path} was changed by another fix")
+        refuse(behaviours(module), f"{path} was changed by another fix")
 
 
-def _is_on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and type(tensor) in PLAIN
+@cache
+def _is_random(name: str) -> bool:
+    """Whether an operation draws random numbers: the compiler draws others from the same seed."""
+    packet = getattr(torch.ops.aten, name.rpartition(".")[2], None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+
+
+def _is_on_gpu(tensor: torch.Tensor | None) -> bool:
+    return tensor is None or (tensor.is_cuda and type(tensor) in PLAIN)
 
 
 @fix("compile-parts", "PRC004")
@@ -68,39 +73,39 @@ def compile_parts(context: Context) -> Found:
     Written out, a GELU is eight kernels that each read and write the activations, under autocast in fp32 for
     the sake of ``pow``; an RMS norm (``pow``, ``mean``, ``rsqrt``, ``mul``, ``mul``) is six, and as many in
     the backward pass. Compiled, each is a kernel that reads and writes once and computes in fp32 in between,
-    whatever function it is. A part is an outermost module whose operations the compiler makes kernels of, if
-    they are more than one. All modules of a class share what is compiled, in seconds, for they differ in
-    their parameters alone; nothing else of the model is changed.
+    whatever function it is. A part is a module without parts, of several operations that the compiler makes
+    kernels of. All modules of a class share what is compiled, in seconds, for they differ in their parameters
+    alone; nothing else of the model is changed.
 
     The same function: the operations are the same ones, as under ``torch.compile``. On the CPU, inside of
-    what is compiled or traced, under ``torch.func`` and where hooks see what is inside, the part runs as it
-    is written.
+    what is compiled or traced, and under ``torch.func`` the part runs as it is written; so it does where it
+    would read other attributes, or call other functions, than it did.
 
-    Left alone: modules of PyTorch's own classes, and those that draw random numbers or whose values the host
-    reads. Second derivatives through a compiled part are an error of PyTorch's, and so may be a second
-    backward pass (``retain_graph=True``) where there was none before; the error says what to set.
+    Left alone: modules of PyTorch's own classes, those that draw random numbers or whose values the host
+    reads, and those whose tensors something writes to: what the compiler keeps for the backward pass may be
+    the input or the result, and to write to these is an error then. Second derivatives through a compiled
+    part are an error of PyTorch's, and so may be a second backward pass (``retain_graph=True``) where the
+    first was without it; the error says what to set.
     """
-    ops = [entry for entry in context.step.ops if entry.phase != OPTIMIZER]
     if context.run.options.compile:  # which makes the same kernels
         return
-    paths = ["", *(entry.site.module for entry in ops if entry.phase == FORWARD)]
-    kernels = Counter(path for called in paths for path in _around(called))
-    calls = Counter(path for last, now in pairwise(paths) for path in _around(now) - _around(last))
-    others = [entry.site for entry in ops if not is_generated(entry) or entry.function in _RANDOM]
-    others += [event.site for event in context.step.program.events]
-    done = {path for site in others for path in _around(site.module)}
+    ops = [entry for entry in context.step.ops if entry.phase != OPTIMIZER]
+    forward = [entry for entry in ops if entry.phase == FORWARD]
+    kernels = Counter(entry.site.module for entry in forward)
+    calls = Counter(path for path, _ in groupby(entry.site.module for entry in forward))
+    written = {ref.id for entry in forward if entry.name.endswith("_") for ref in entry.outputs}
+    left = {event.site.module for event in context.step.program.events}
+    for entry in ops:
+        is_written = entry.phase == FORWARD and any(r.id in written for r in (*entry.inputs, *entry.outputs))
+        if is_written or not is_generated(entry) or _is_random(entry.name):
+            left.add(entry.site.module)
     found: dict[type[nn.Module], list[str]] = defaultdict(list)
-    for path, module in context.run.model.named_modules():  # those around others come first
-        if kernels[path] > calls[path] and path not in done and not is_torchs(module):
-            if not behaves(module, CompiledAlone):
-                found[type(module)].append(path)
-            done.update(inner for inner in kernels if f"{inner}.".startswith(f"{path}."))
+    for path, module in context.run.model.named_modules():
+        if kernels[path] <= calls[path] or path in left or module._modules:
+            continue
+        if not is_torchs(module) and not behaves(module, CompiledAlone):
+            found[type(module)].append(path)
     for kind, parts in found.items():
         words = f"Compile {kind.__name__} alone ({len(parts)} modules)."
         host_s = HOST_S * sum(calls[path] for path in parts)
         yield ChangeSet.giving(parts, CompiledAlone(), words, host_s=host_s)
-
-
-def _around(path: str) -> set[str]:
-    """Paths of a module and of those that it is in, but for the model."""
-    return {*accumulate(path.split("."), "{}.{}".format)} if path else set()

@@ -103,8 +103,7 @@ def compile_model(context: Context) -> Found:
 
     What it costs: the first call for every set of sizes waits for the compiler, seconds to minutes. The model
     is compiled in place, as ``model.compile()`` does, so that names and ``state_dict`` stay. As there, hooks
-    that a layer gets after the first call, and functions of PyTorch's that are exchanged, are not noticed;
-    ``retain_graph=True`` is an error, which says what to set.
+    that a layer gets after the first call, and functions of PyTorch's that are exchanged, are not noticed.
 
     Refused: models of whose output the loss leaves something out, as a second head. The parameters that only
     that is made of would get gradients of zeros where they have none, and weight decay would shrink them.
