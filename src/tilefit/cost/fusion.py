@@ -25,8 +25,6 @@ from tilefit.ops import Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import tensors_that_stay
 
-#: Norms whose statistics need the whole grid, or too much of it, before they can be used.
-_IN_TWO_PASSES = ("native_batch_norm", "native_group_norm")
 #: Sums and products so far: where they run across rows, each thread goes down a column, and each element that
 #: the kernel touches is an access of its own. Of the 32 bytes that the memory moves at least, the L2 cache
 #: saves a part: on an H100 8.4 M elements took 0.19 ms and 16.8 M 0.37 ms each way
@@ -101,14 +99,9 @@ def _stages(chains: Chains, entry: StepOp, op: Streaming) -> int:
     """Kernels of an operation beside the one that it is part of: statistics, and sums in several stages."""
     rest = op.elements // max(1, op.inner)  # as many as are normalised apart
     if op.function.startswith("native_batch_norm"):
-        # Channels are rows, but for vectors and in NHWC.
+        # Channels are rows, but for vectors and in NHWC. Two sums, or a variance, take two kernels more.
         rows = len(entry.inputs[0].shape) not in (2, 4 * chains.last)
-        split = _is_split(op.inner, rest, rows)
-        if op.function.endswith("backward"):  # two sums begin in one kernel
-            return 1 + 2 * split
-        # Of variances the second stage may be split again.
-        parts = min(op.inner // _SHORT_COLUMN, 8 * _SMS // -(-rest // 128))
-        return 1 + split + (not rows and _is_split(parts, rest, rows))
+        return 1 + 2 * _is_split(op.inner, rest, rows)
     if op.function == "native_layer_norm_backward" and len(entry.outputs) > 1:  # of scale and shift, likewise
         return 1 + (len(entry.outputs) - 1) * _is_split(rest, op.inner, rows=False)
     if op.role not in ("reduction", "loss") or not entry.outputs:
@@ -171,7 +164,8 @@ def _kernel(chains: Chains, chain: Chain) -> StepOp:
         if (index, -1 - index) in chains.written:
             outputs[-1 - index] = chains.refs[index, -1 - index]
             write_bytes += op.elements * size_bytes("fp32")
-        if op.function.removesuffix("_backward") in _IN_TWO_PASSES:
+        # Statistics that need the whole grid, or too much of it, before they can be used.
+        if op.function.removesuffix("_backward") in ("native_batch_norm", "native_group_norm"):
             read_bytes += _second_pass(chains, chain, index)
     scanned = {op.elements for entry, op in members if _scans_across(entry, op)}
     read_bytes += _apart(scanned, (chains.refs[value] for value in chain.reads))
