@@ -1,12 +1,12 @@
 """How far off prices are on another machine: rows that ``collect_together.py`` wrote there.
 
     PYTHONPATH=src python benchmarks/other_machine.py benchmarks/results/rows_seventh_h100 --gpu h100-sxm
-    PYTHONPATH=src python benchmarks/other_machine.py benchmarks/results/rows_second_h200 --gpu h200
+    PYTHONPATH=src python benchmarks/other_machine.py benchmarks/results/rows_third_h200 --gpu h200
 
-The seventh H100 teaches nothing. Of the sixth and the eighth an H100's networks were taught (of products and
-convolutions on both, of memory-bound operations on the sixth), of the second H200 an H200's; there only the
-families that ``pack_h200.py`` holds out are of interest, which are told apart of every machine. Half of the
-aligned products were left out when they were drawn.
+The seventh H100 and the third H200 teach nothing. Of the sixth and the eighth an H100's networks were taught
+(of products and convolutions on both, of memory-bound operations on the sixth), of the second H200 an H200's;
+there only the families that ``pack_h200.py`` holds out are of interest, which are told apart of every
+machine. Half of the aligned products were left out when they were drawn.
 """
 
 from __future__ import annotations
