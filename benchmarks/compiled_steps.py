@@ -18,11 +18,11 @@ model and the reference take a few steps each in turn for two seconds: these are
 
 These need no GPU: the first keeps of such rows what is read again, the second compares with predictions.
 
-    PYTHONPATH=src python benchmarks/compiled_steps.py --predict --gpu h100-sxm
-    PYTHONPATH=src python benchmarks/compiled_steps.py --compare RESULT.json [OTHER PROCESSES.json]
+    PYTHONPATH=src python benchmarks/compiled_steps.py --predict --gpu h200 --only held_models
+    PYTHONPATH=src python benchmarks/compiled_steps.py --compare RESULT.json [OTHER PROCESSES.json] --gpu h200
 
-The first wrote ``results/compiled_steps_predicted.json`` before those models were measured anywhere; the
-second says what became of it, by the median over the turns.
+The first wrote ``results/compiled_steps_predicted*.json``, one for each GPU, before those models were
+measured anywhere; the second says what became of it, by the median over the turns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ from tilefit.cost.launch import REFERENCE_STEP_S
 from tilefit.cost.priced import priced
 from tilefit.measure.launch import reference_step
 
-FORESEEN = Path(__file__).parent / "results" / "compiled_steps_predicted.json"
+#: By GPU.
+FORESEEN = {
+    name: Path(__file__).parent / "results" / f"compiled_steps_predicted{suffix}.json"
+    for name, suffix in (("h100-sxm", ""), ("h200", "_h200"))
+}
 #: Hosts that predictions are written for, by how long they take to launch; between them lines are drawn.
 SCALES = (0.6, 0.8, 1.0, 1.25, 1.6, 2.0)
 RECORDED = Path(__file__).parent / "results" / "whole_steps_compiled.json"
@@ -542,17 +546,18 @@ def foresee(name: str, anew: list[str]) -> dict[str, Any]:
 
     Args:
         name: Of the GPU.
-        anew: What the names of steps contain that are predicted once more, since nobody measured them yet.
+        anew: What the names of steps contain that are predicted, once more too, since nobody measured them
+            yet; all that were not where there is none.
     """
     gpu = priced(name)
     known = runs(False, True)
     before = len(MODELS) + len(COMPILED)
-    rows = json.loads(FORESEEN.read_text())["rows"]
+    path = FORESEEN[name]
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [row for row in rows if not any(each in row["model"] for each in anew)]
     made = {row["model"] for row in rows}
-    for run in [
-        run for run in known[before : before + len(PREDICTED) + len(PADDED)] if run.label not in made
-    ]:
+    wanted = [run for run in known[before : before + len(PREDICTED) + len(PADDED)] if run.label not in made]
+    for run in [run for run in wanted if not anew or any(each in run.label for each in anew)]:
         found = [predicted(run, gpu, scale) for scale in SCALES]
         first = found[0]
         row = {"model": run.label, "gpu_ms": first["predicted_gpu_ms"], "gib": first["predicted_gib"]}
@@ -569,14 +574,15 @@ def beside(row: dict[str, Any]) -> tuple[list[float], list[float]]:
     return (references if len(references) > 4 else [min(references)]), steps
 
 
-def compare(measured: list[dict[str, Any]], only: list[str]) -> None:
+def compare(measured: list[dict[str, Any]], only: list[str], gpu: str) -> None:
     """Print how far off the predictions were that had been made before, by the medians of all turns of all
     processes.
 
     Args:
         only: What the names contain of those that count; all where there is none.
+        gpu: That they were measured on.
     """
-    foreseen = json.loads(FORESEEN.read_text())
+    foreseen = json.loads(FORESEEN[gpu].read_text())
     off: dict[str, list[float]] = {"GPU": [], "step": [], "memory": []}
     inside: list[bool] = []
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -741,7 +747,7 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, nargs="+", help="rows to make a result of, at --out")
     parser.add_argument("--code", type=Path, help="the code of these rows, whose calls are counted")
     parser.add_argument("--predict", action="store_true", help="write predictions of steps to be measured")
-    parser.add_argument("--gpu", default="h100-sxm", help="the GPU to predict for")
+    parser.add_argument("--gpu", default="h100-sxm", choices=FORESEEN, help="the GPU to predict for")
     parser.add_argument("--compare", type=Path, nargs="+", help="rows to compare with what was predicted")
     parser.add_argument("--about", type=json.loads, default={}, help="what the result says of these rows")
     options = parser.parse_args()
@@ -752,12 +758,12 @@ def main() -> None:
         return
     names = options.only.split(",")
     if options.predict:
-        FORESEEN.write_text(
-            json.dumps(foresee(options.gpu, [each for each in names if each]), indent=1) + "\n"
-        )
+        made = foresee(options.gpu, [each for each in names if each])
+        FORESEEN[options.gpu].write_text(json.dumps(made, indent=1) + "\n")
         return
     if options.compare:
-        compare([row for path in options.compare for row in recorded(path)], [each for each in names if each])
+        rows = [row for path in options.compare for row in recorded(path)]
+        compare(rows, [each for each in names if each], options.gpu)
         return
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("This measures on a GPU, and PyTorch finds none here.")

@@ -3,10 +3,10 @@
     PYTHONPATH=src python benchmarks/fit_compiled.py
 
 Of the steps that were measured in turn with the reference step (``compiled_steps.py --alternate-s``,
-``results/compiled_turns_*.json``), those that the host limits, over the calls that the compiler's code makes
-(``--pack rows --code code.tar.gz`` counts them) and the parameters. What a parameter takes is given from
-elsewhere (``tilefit.cost.launch``). Each model is left out in turn; printed are the errors of these, and of
-what is stated.
+``results/compiled_turns_*.json``, ``compiled_held_*.json``), those that the host limits, over the calls
+that the compiler's code makes (``--pack rows --code code.tar.gz`` counts them) and the parameters. What a
+parameter takes is given from elsewhere (``tilefit.cost.launch``). Each model is left out in turn; printed
+are the errors of these, and of what is stated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from tilefit.cost.launch import (
 )
 
 RESULTS = Path(__file__).parent / "results"
-TURNS = ("compiled_turns_h100.json", "compiled_turns_second_h100.json")
+TURNS = (
+    "compiled_turns_h100.json",
+    "compiled_turns_second_h100.json",
+    "compiled_held_h200.json",
+    "compiled_held_second_h200.json",
+)
 #: Of two turns of each step, with a reference before each.
 TWO_TURNS = ("compiled_newer_h100.json", "compiled_later_h100.json", "compiled_calls_h100.json")
 #: Times as long as the GPU's kernels from which a step is the host's.

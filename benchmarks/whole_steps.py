@@ -63,6 +63,7 @@ LATER = Path(__file__).resolve().parent / "later_models.py"
 NEWER = Path(__file__).resolve().parent / "newer_models.py"
 OTHER = Path(__file__).resolve().parent / "other_models.py"
 FRESH = Path(__file__).resolve().parent / "fresh_models.py"
+HELD = Path(__file__).resolve().parent / "held_models.py"
 PADS = Path(__file__).resolve().parent / "padded_models.py"
 CALLS = Path(__file__).resolve().parent / "compiled_calls.py"
 
@@ -253,6 +254,28 @@ PREDICTED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
         )
     ),
     ("torchvision:alexnet", {"batch": 128}, False, {}),
+    # From here on after those before had set the fixed part of a step.
+    *(
+        (f"{HELD}:{name}", {}, False, {})
+        for name in (
+            "conformer naf tcn interest barlow deep_vae graphormer diffusion_transformer masked_autoencoder "
+            "vocoder patch_series decisions yolo isomorphism"
+        ).split()
+    ),
+    ("timm:visformer_tiny", {"batch": 64}, False, {}),
+    ("timm:ese_vovnet19b_dw", {"batch": 64}, False, {}),
+    ("hf:olmo2", {"batch": 4, "seq": 1024}, False, _FOUR_LAYERS),
+    # From here on after those before had told how many kernels sums and norms take.
+    *(
+        (f"{HELD}:{name}", {}, False, {})
+        for name in (
+            "painter neighbours state_spaces film enlarged mixer diffusion_policy point_net contrast "
+            "equivariant"
+        ).split()
+    ),
+    ("timm:edgenext_small", {"batch": 64}, False, {}),
+    ("timm:levit_128", {"batch": 128}, False, {}),
+    ("hf:modernbert", {"batch": 16, "seq": 512}, False, {"num_hidden_layers": 6}),
 ]
 #: Those whose odd channels are padded, beside themselves as they are.
 PADDED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [

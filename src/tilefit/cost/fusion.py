@@ -25,15 +25,14 @@ from tilefit.ops import Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import size_bytes
 from tilefit.ops.scaling import tensors_that_stay
 
-_STAGES: dict[str, int] = INDUCTOR.stages
-#: Norms whose statistics need the whole grid, or too much of it, before they can be used.
-_IN_TWO_PASSES = ("native_batch_norm", "native_group_norm")
 #: Sums and products so far: where they run across rows, each thread goes down a column, and each element that
 #: the kernel touches is an access of its own. Of the 32 bytes that the memory moves at least, the L2 cache
 #: saves a part: on an H100 8.4 M elements took 0.19 ms and 16.8 M 0.37 ms each way
 #: (``benchmarks/compiled_calls.py``), 4.2 M of a state space model, with others, 0.26 ms.
 _SCANS = ("cumsum", "cumprod")
 _APART_BYTES = 27
+#: Sums for enough results or of so few elements have one stage; multiprocessors of an H100.
+_SMS, _SHORT_ROW, _SHORT_COLUMN = 132, 8192, 128
 #: Tensors that one kernel joins at most (``torch._inductor.config.max_pointwise_cat_inputs``).
 _MOST_JOINED = 8
 
@@ -96,14 +95,41 @@ def _scans_across(entry: StepOp, op: Streaming) -> bool:
     return op.function in _SCANS and bool(entry.inputs) and entry.inputs[0].shape[-1:] != (op.inner,)
 
 
+def _stages(chains: Chains, entry: StepOp, op: Streaming) -> int:
+    """Kernels of an operation beside the one that it is part of: statistics, and sums in several stages."""
+    rest = op.elements // max(1, op.inner)  # as many as are normalised apart
+    if op.function.startswith("native_batch_norm"):
+        # Channels are rows, but for vectors and in NHWC. Two sums, or a variance, take two kernels more.
+        rows = len(entry.inputs[0].shape) not in (2, 4 * chains.last)
+        return 1 + 2 * _is_split(op.inner, rest, rows)
+    if op.function == "native_layer_norm_backward" and len(entry.outputs) > 1:  # of scale and shift, likewise
+        return 1 + (len(entry.outputs) - 1) * _is_split(rest, op.inner, rows=False)
+    if op.role not in ("reduction", "loss") or not entry.outputs:
+        return int(INDUCTOR.stages.get(op.function, 0))
+    made = entry.outputs[0].elements
+    added = rest if op.role == "loss" and op.inner else op.elements // max(1, made)
+    return _is_split(added, made, rows=made == 1 or not adds_across(op))
+
+
+def _is_split(added: int, made: int, rows: bool) -> bool:
+    """A sum of so many elements for each of so many results has two stages (Inductor's
+    ``reduction_split_factor``).
+
+    Args:
+        rows: What is added to a result lies together.
+    """
+    most, least = (2 * _SMS, _SHORT_ROW) if rows else (64 * _SMS, _SHORT_COLUMN)
+    return made < most and added > least
+
+
 def _apart(sizes: Collection[int], refs: Iterable[TensorRef]) -> int:
     """Bytes beside their own that are moved for tensors of so many elements, each of which is an access."""
     return sum(ref.elements * (_APART_BYTES - size_bytes(ref.dtype)) for ref in refs if ref.elements in sizes)
 
 
-def _second_pass(chains: Chains, chain: Chain, index: int) -> tuple[int, float]:
-    """Bytes moved and FLOP before a norm can go on from its statistics: what its inputs are made of is
-    read and computed once more, or the inputs are, which then are written."""
+def _second_pass(chains: Chains, chain: Chain, index: int) -> int:
+    """Bytes moved before a norm can go on from its statistics: what its inputs are made of is read and
+    computed once more, or the inputs are read, which then are written."""
     before: set[int] = set()
     open_ = [index]
     while open_:
@@ -116,8 +142,7 @@ def _second_pass(chains: Chains, chain: Chain, index: int) -> tuple[int, float]:
     )
     readers = {index, *before}
     roots = sum(max((each[i] for i in readers & {*each}), default=0) for each in chain.reads.values())
-    flop = sum(flop_of(chains.streaming(each)) for each in before)
-    return (roots, flop) if roots <= direct else (direct, 0.0)
+    return min(roots, direct)
 
 
 def _kernel(chains: Chains, chain: Chain) -> StepOp:
@@ -139,10 +164,9 @@ def _kernel(chains: Chains, chain: Chain) -> StepOp:
         if (index, -1 - index) in chains.written:
             outputs[-1 - index] = chains.refs[index, -1 - index]
             write_bytes += op.elements * size_bytes("fp32")
-        if op.function.removesuffix("_backward") in _IN_TWO_PASSES:
-            again_bytes, again_flop = _second_pass(chains, chain, index)
-            read_bytes += again_bytes
-            flop += again_flop
+        # Statistics that need the whole grid, or too much of it, before they can be used.
+        if op.function.removesuffix("_backward") in ("native_batch_norm", "native_group_norm"):
+            read_bytes += _second_pass(chains, chain, index)
     scanned = {op.elements for entry, op in members if _scans_across(entry, op)}
     read_bytes += _apart(scanned, (chains.refs[value] for value in chain.reads))
     write_bytes += _apart(scanned, outputs.values())
@@ -171,7 +195,7 @@ def _kernel(chains: Chains, chain: Chain) -> StepOp:
             flop_per_element=flop / largest.elements if largest.elements else 0.0,
             strided=any(part.strided for part in parts if part.role in ("copy", "pointwise")),
             function=GENERATED,
-            kernels=1 + sum(_STAGES.get(part.function, 0) + adds_across(part) for part in parts) + apart,
+            kernels=1 + sum(_stages(chains, *member) for member in members) + apart,
         ),
         phase=first.phase,
         site=replace(first.site, fallback=calls.pop() if len(calls) == 1 else None),

@@ -20,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from tilefit.cost.sums import SUMMED
 from tilefit.cost.tables import facts
 from tilefit.cost.tiles import round_up
 from tilefit.ops import FORWARD, OPTIMIZER, Conv, Gemm, Op, Step, StepOp, Streaming, TensorRef
 from tilefit.ops.dtypes import elements_per_access, size_bytes
 from tilefit.ops.streaming import CONTIGUOUS
+from tilefit.ops.timeline import INPUTS
 
 #: ``StepOp.name`` of a copy that pads a product's operand.
 PAD = "pad"
@@ -45,6 +47,7 @@ Value = tuple[int, int]
 def lowered(step: Step) -> Iterator[StepOp]:
     """The operations that Inductor makes kernels of."""
     roles: dict[int, str] = {}
+    data = {number for number, block in step.memory.timeline.blocks.items() if block.owner == INPUTS}
     channels_last = _channels_last(step.ops)
     # Whoever chose the layout, gradients of images then lie otherwise than the tables they are added to.
     strided = channels_last or any(isinstance(each.op, Conv) and each.op.channels_last for each in step.ops)
@@ -57,11 +60,18 @@ def lowered(step: Step) -> Iterator[StepOp]:
         elif isinstance(op, Streaming) and op.function in ADDING and entry.inputs and entry.outputs:
             # A loss lies as its labels do, other gradients as the convolutions want them.
             losses = roles.get(entry.inputs[0].id) in ("loss", "softmax")
-            yield from _added(entry, op, strided and not losses, entry.inputs[0].id in roles)
+            drawn = any(ref.id in data for ref in entry.inputs)
+            yield from _added(entry, op, strided and not losses, entry.inputs[0].id in roles, drawn)
         elif isinstance(op, Streaming) and op.function.startswith("max_pool2d_with_indices"):
             yield _with_offsets(entry, op)
         elif isinstance(op, Streaming) and op.function == "gather" and _names_rows(entry, op):
             yield replace(entry, op=replace(op, function="index"))
+        elif isinstance(op, Streaming) and op.function == SUMMED:  # in rows, unless they lie in NHWC
+            last = strided and len(entry.inputs[0].shape) == 2 + _IMAGE
+            inner = 0 if last else op.elements // entry.outputs[0].elements
+            yield replace(entry, op=replace(op, inner=inner))
+        elif isinstance(op, Streaming) and op.function == "native_batch_norm_backward":
+            yield replace(entry, inputs=(*entry.inputs[:3], *entry.inputs[-2:]))
         elif isinstance(op, Conv):
             last = op.channels_last or (channels_last and len(op.kernel_size) == _IMAGE)
             yield replace(entry, op=replace(op, channels_last=last, bias=False))
@@ -121,12 +131,13 @@ def _with_offsets(entry: StepOp, op: Streaming) -> StepOp:
     return replace(entry, op=op, inputs=inputs, outputs=outputs)
 
 
-def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator[StepOp]:
+def _added(entry: StepOp, op: Streaming, strided: bool, given: bool, drawn: bool) -> Iterator[StepOp]:
     """An operation that adds at indexed places: what makes the table, and the additions.
 
     Args:
         strided: What is added lies in memory otherwise than the table.
         given: An operation wrote the first input. A table that none wrote is full of zeros.
+        drawn: The places are the model's input. Where they are distances, neighbours have the same.
     """
     table = entry.outputs[0]
     from_nothing = "backward" in op.function
@@ -151,7 +162,7 @@ def _added(entry: StepOp, op: Streaming, strided: bool, given: bool) -> Iterator
     elif elements >= INDUCTOR.short_row * rows:
         work = INDUCTOR.added_work
     elif elements >= INDUCTOR.contended * table.elements:
-        work = INDUCTOR.contended_work
+        work = INDUCTOR.drawn_work if drawn else INDUCTOR.contended_work
     else:
         is_narrow = size_bytes(table.dtype) < size_bytes("fp32")
         work = INDUCTOR.narrow_work if is_narrow else INDUCTOR.scattered_work
