@@ -67,14 +67,14 @@ OPTIMIZER_S = 24e-6
 #: one tensor that the backward graph is given: allocated, saved, unpacked, checked and freed; one parameter:
 #: its gradient's way back to it (taken to be the same where CUDA graphs replay); and what each of the two
 #: graphs takes besides: guards, AOTAutograd's wrapper, the way in and out.
-#: Calls of libraries and tensors that are given were chosen anew on 46 steps in turn with the reference
-#: step on H100s and an H200, 17 of which had been predicted before, by the kernels that this model counts,
-#: a convolution's without the kernels within it; the others were kept. Eleven further models, predicted
-#: with that, are 3 % off in the median (``benchmarks/compiled_steps.py --compare``), by what was stated
-#: before 8 %. Over the calls that the compiler's code makes, ``benchmarks/fit_compiled.py`` finds others.
-#: Alone and without a profiler a convolution takes 20 to 50 us and its gradients 35 to 110 over the host's
-#: speed, a product 12 (``benchmarks/library_calls.py``). Steps that only call one kernel over and over take
-#: less, so does what is around a step of a few kernels (LightGCN's, 2 ms, was told 1.5 times too long).
+#: Calls of libraries and tensors that are given were chosen anew by trial, on recorded steps in turn with the
+#: reference step on H100s and an H200, 17 of which had been predicted before, by the kernels that this model
+#: counts, a convolution's without the kernels within it; the others were kept. Eleven further models,
+#: predicted with that, are 3 % off in the median (``benchmarks/compiled_steps.py --compare``), by what was
+#: stated before 8 %. Over the calls that the compiler's code makes, ``benchmarks/fit_compiled.py`` finds
+#: others. Alone and without a profiler a convolution takes 20 to 50 us and its gradients 35 to 110 over the
+#: host's speed, a product 12 (``benchmarks/library_calls.py``). Steps that only call one kernel over and over
+#: take less, so does what is around a step of a few kernels (LightGCN's, 2 ms, was told 1.5 times too long).
 COMPILED_KERNEL_S = 12.5e-6
 COMPILED_CALL_S = {"gemm": 8.5e-6, "conv": 44e-6, "attention": 112e-6}
 COMPILED_OTHER_S = 26e-6
