@@ -43,7 +43,8 @@ def test_a_mask_that_repeats_a_column_costs_what_a_copy_of_it_saves(compiled: bo
 @pytest.mark.parametrize("compiled", [True, False])
 def test_no_other_rule_takes_it_for_products_in_fp32_or_attention_by_hand(compiled: bool) -> None:
     step = encoder("expanded", compiled=compiled)
-    assert not findings(step, "PRC004", min_gain=0)
+    # Autocast's casts around normalizations are no part of it, and may be worth a little.
+    assert all("native_layer_norm" in found.message for found in findings(step, "PRC004", min_gain=0))
     assert not findings(step, "NTC002", min_gain=0)
 
 
