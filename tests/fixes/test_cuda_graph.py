@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilefit
 from tilefit.capture.torchvision_import import tolerated
@@ -103,6 +104,16 @@ def test_a_call_is_another_where_products_run_in_another_precision(monkeypatch: 
         assert _modes() != before
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_a_call_is_another_where_other_kernels_may_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    before = _modes()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert _modes() != before
+    with torch.backends.cudnn.flags(enabled=False):
+        assert _modes() != before
+    assert _modes() == before
 
 
 @pytest.mark.parametrize("another", [False, True])

@@ -408,6 +408,12 @@ class TestParameterLoop:
         (found,) = findings(step, h200, "FOR001")
         assert found.message == "a loop over 6 tensors of the parameters' shapes: mul, add, copy_"
 
+    def test_an_optimizer_of_pytorchs_that_always_loops_is_left_alone(self, h200: Gpu) -> None:
+        step = self.loop(train(rows=64), "aten.add")
+        assert findings(step, h200, "FOR001")
+        settings = replace(step.settings, optimizer="lbfgs")
+        assert not findings(replace(step, settings=settings), h200, "FOR001")
+
     def test_few_operations_others_shapes_and_modules_are_no_loop(self, h200: Gpu) -> None:
         assert not findings(self.loop(train(rows=64), "aten.mul", times=7), h200, "FOR001")
         assert not findings(self.loop(train(rows=64), "aten.mul", shape=(7, 512)), h200, "FOR001")

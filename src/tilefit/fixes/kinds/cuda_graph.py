@@ -215,17 +215,21 @@ def _kind(value: Any) -> Any:
 def _modes() -> Any:
     """What PyTorch's switches say, and who asks."""
     cudnn: Any = torch.backends.cudnn
+    cuda: Any = torch.backends.cuda
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         # What older switches set, too; those cannot be read where somebody used these.
-        torch.backends.cuda.matmul.fp32_precision,
+        cuda.matmul.fp32_precision,
         cudnn.conv.fp32_precision,
         cudnn.rnn.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
-        cudnn.deterministic,
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        # Which attention kernels may be taken: ``torch.nn.attention.sdpa_kernel`` sets these.
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        cuda.math_sdp_enabled(),
         # Another thread, or stream, would write to the memory of a replay that still runs.
         threading.get_ident(),
         torch.cuda.current_stream().cuda_stream,

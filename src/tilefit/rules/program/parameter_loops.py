@@ -25,6 +25,8 @@ _OPTIMIZER = (
     " One of PyTorch's optimizers loops with foreach=False, and where a parameter has a sparse gradient: "
     "give tables an optimizer of their own."
 )
+#: Those of PyTorch's that have no other way.
+_ALWAYS_LOOP = ("lbfgs", "muon", "sparseadam")
 
 
 class ParameterLoop(Rule):
@@ -81,6 +83,8 @@ class ParameterLoop(Rule):
         found = _loops(step)
         in_step = [each for each, loops in found.items() if step.ops[loops[0][0]].phase == OPTIMIZER]
         for source, loops in found.items():
+            if in_step == [source] and step.settings.optimizer in _ALWAYS_LOOP:
+                continue
             replaced: Edits = {}
             for indices in loops:
                 replaced |= instead(indices, *_together(step, indices))
