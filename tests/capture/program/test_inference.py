@@ -568,6 +568,21 @@ for _ in range(9):
     assert heading(report).endswith("training step")
 
 
+def test_tensors_that_no_module_holds_are_trained(tmp_path: Path) -> None:
+    text = """
+w = torch.randn(64, 10, device="cuda", requires_grad=True)
+for _ in range(9):
+    (torch.rand(32, 64).cuda() @ w).square().mean().backward()
+    with torch.no_grad():
+        w -= 0.1 * w.grad
+        w.grad = None
+"""
+    step = _run(tmp_path, _IMPORTS + text)
+
+    assert step.program.step == "no optimizer"
+    assert heading(Assessment(step, resolve("h200")[0]).report).endswith("training step")
+
+
 def test_columns_of_a_table_are_no_tokens(tmp_path: Path) -> None:
     text = """
 class Net(nn.Module):

@@ -308,8 +308,9 @@ def _method_calling(module: nn.Module) -> str:
 
 
 def _updates(step: Step) -> bool:
-    """Whether a step writes to its parameters, as a loop over them does."""
-    return any(ref.parameter for entry in step.ops for ref in entry.outputs)
+    """Whether a step writes to its parameters, as a loop over them does. Where no module holds any, gradients
+    are those of the program's own tensors, which are then what it trains."""
+    return not step.parameters or any(ref.parameter for entry in step.ops for ref in entry.outputs)
 
 
 def _on_first_weights(versions: dict[int, int]) -> int:
