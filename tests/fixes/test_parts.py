@@ -72,6 +72,15 @@ def test_parts_are_found_priced_and_proven() -> None:
     assert not any(parts.behaviours(module) for module in model.modules())
 
 
+def test_a_model_that_is_compiled_as_a_whole_does_without() -> None:
+    x = torch.empty(512, 1024, 256, device="meta")
+    plan = tilefit.optimize(Block(256), x, gpu="h200", amp="bf16", select=["PRC004", "NTC001"])
+    alone = tilefit.optimize(Block(256), x, gpu="h200", amp="bf16", select=["NTC001"])
+    assert [fix.name for fix in plan.fixes] == [fix.name for fix in alone.fixes] == ["compile"]
+    assert plan.after_s == alone.after_s
+    assert plan.fixes[0].gain_s == pytest.approx(plan.before_s - plan.after_s)
+
+
 def test_what_is_not_a_part_costs_what_it_did() -> None:
     model = Block(256)
     run = Run(model.to("meta"), torch.empty(16, 1024, 256, device="meta"))

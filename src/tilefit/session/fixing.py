@@ -93,8 +93,9 @@ class FixSession:
 
             select(request.selection.select, request.selection.ignore)
         else:
-            # PyTorch takes seconds to import, and the child process is busy for as long.
-            Thread(target=import_module, args=("tilefit.fixes",), daemon=True).start()
+            # PyTorch takes seconds to import, and the child process is busy for as long. Nothing of ours is
+            # imported so: where two threads import modules that need each other, one finds half of one.
+            Thread(target=import_module, args=("torch",), daemon=True).start()
 
     @cached_property
     def _first(self) -> Step:

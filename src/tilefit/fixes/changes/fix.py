@@ -163,6 +163,8 @@ class Fix:
             function, and what it refuses.
         level: ``safe`` (the same function, to be proven) or ``unsafe`` (may change training).
         stage: When it is taken up.
+        compiles_parts: It compiles parts of the model, which run as they are written in one that is compiled
+            as a whole.
     """
 
     name: str
@@ -170,6 +172,7 @@ class Fix:
     find: Callable[[Context], Found]
     level: str = SAFE
     stage: Stage = Stage.MODEL
+    compiles_parts: bool = False
 
 
 def fix(name: str, *rules: str, **how: Any) -> Callable[[Callable[[Context], Found]], Fix]:

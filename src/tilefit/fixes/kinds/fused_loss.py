@@ -158,7 +158,7 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwa
 _compiled_cross_entropy = CompiledLoss(_cross_entropy)
 
 
-@fix("fuse-loss", "NTC004")
+@fix("fuse-loss", "NTC004", compiles_parts=True)
 def fuse_loss(context: Context) -> Found:
     """Compiles the loss of a language model, and only that.
 
@@ -174,7 +174,7 @@ def fuse_loss(context: Context) -> Found:
 
     Refused: a ``loss_function`` that is not one of the library's cross-entropies.
     """
-    if context.run.options.compile or not context.step.settings.training or not _has_wide_logits(context):
+    if not context.step.settings.training or not _has_wide_logits(context):
         return
     model = context.run.model
     if isinstance(getattr(type(model), "loss_function", None), property):

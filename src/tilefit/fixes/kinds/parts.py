@@ -66,7 +66,7 @@ def _is_on_gpu(tensor: torch.Tensor | None) -> bool:
     return tensor is None or (tensor.is_cuda and type(tensor) in PLAIN)
 
 
-@fix("compile-parts", "PRC004")
+@fix("compile-parts", "PRC004", compiles_parts=True)
 def compile_parts(context: Context) -> Found:
     """Compiles the parts of the model that compute without products, such as activations and normalizations.
 
@@ -88,8 +88,6 @@ def compile_parts(context: Context) -> Found:
     error of PyTorch's, and so may be a second backward pass (``retain_graph=True``) where the first was
     without it; the error says what to set.
     """
-    if context.run.options.compile:  # which makes the same kernels
-        return
     ops = [entry for entry in context.step.ops if entry.phase != OPTIMIZER]
     forward = [entry for entry in ops if entry.phase == FORWARD]
     kernels = Counter(entry.site.module for entry in forward)

@@ -302,20 +302,32 @@ class _Planner:
 
     def _best_taken(self, stage: Stage) -> bool:
         waiting = dict.fromkeys(self._proposals(self.now, stage))
-        tried: dict[Proposal, _State] = {}
+        tried: dict[Proposal, list[_State]] = {}
         while waiting:
             best = max(waiting, key=lambda each: self._gains.get(each, float("inf")))
             if best in tried:
                 del waiting[best]
-                if self._is_worth(best, tried[best]):
-                    self.states.append(tried[best])
+                if self._is_worth(best, tried[best][-1]):
+                    self.states = tried[best]
                     return True
-            elif (after := self._tried(self.now, best)) is None:
+            elif (after := self._tried((below := self._below(best))[-1], best)) is None:
                 del waiting[best]
             else:
-                tried[best], self._gains[best] = after, _gain(self.now, after)[0]
+                tried[best], self._gains[best] = [*below, after], _gain(self.now, after)[0]
                 waiting |= dict.fromkeys(self._called_for(best, after))
         return False
+
+    def _below(self, proposal: Proposal) -> list[_State]:
+        """The states that a change is made on top of. Compiled, a model does without what compiles parts of
+        it: they would run as they are written, and be priced as if they did not."""
+        left = [each for each in self.now.made if not each.fix.compiles_parts]
+        if not _compiles(proposal.change) or len(left) == len(self.now.made):
+            return self.states
+        states = [self.first]
+        for each in left:
+            after = self._tried(states[-1], each)
+            states += [after] if after is not None else []
+        return states
 
     def fit(self) -> None:
         """Take the first change that brings the step into the memory that it may take, if it needs more."""
@@ -337,8 +349,10 @@ class _Planner:
         changed = {path for made in state.made for path in made.change.modules}
         # With ``min_gain`` below zero a change that gains nothing the second time would be made for ever.
         done = self._unfit.union(state.made)
+        is_compiled = state.run.options.compile
         for fix in self.fixes:
-            for found in fix.find(context) if fix.stage == stage else ():
+            fits = fix.stage == stage and not (is_compiled and fix.compiles_parts)
+            for found in fix.find(context) if fits else ():
                 if isinstance(found, ChangeSet):
                     if (proposal := Proposal(fix, found)) not in done:
                         yield proposal
@@ -531,6 +545,11 @@ class _Planner:
         for each in proposals:
             after = self._tried(self.now, each, why)
             self.states += [after] if after is not None else []
+
+
+def _compiles(change: ChangeSet) -> bool:
+    """Whether it compiles the model."""
+    return dict(change.options).get("compile", False) or any(map(_compiles, change.changes))
 
 
 def _gain(before: _State, after: _State) -> tuple[float, float, float]:
