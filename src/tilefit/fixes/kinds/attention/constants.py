@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdRef
 
+from tilefit.fixes.changes.calls import is_on_gpu
+
 _MAKERS = frozenset("ones zeros full arange eye linspace tensor scalar_tensor".split())
 #: Of their first argument only shape and element type matter.
 _LIKE = frozenset("ones_like zeros_like full_like new_ones new_zeros new_full".split())
@@ -85,7 +87,7 @@ class Constants:
             return False
         if mask.is_meta:
             return True
-        if not mask.is_cuda:
+        if not is_on_gpu(mask):
             return bool(_is_causal(mask, keep, never))
         verdict = _verdicts.get((key, keep))
         if verdict is None:
