@@ -432,7 +432,7 @@ def main() -> None:
         row["model"]
         for path in known
         for row in recorded(path)
-        if "wall_ms" in row and set(options.variants) <= row["variants"].keys()
+        if "wall_ms" in row and set(options.variants) <= row.get("variants", {}).keys()
     }
     wanted = [name for name in options.models.split(",") if name] or FIRST
     unknown = sorted(set(wanted) - set(MODELS))
