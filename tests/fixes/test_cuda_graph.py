@@ -77,6 +77,16 @@ def test_refusals(make: Callable[[], nn.Module], reason: str) -> None:
     assert type(model) is kind
 
 
+def test_a_model_on_the_cpu_is_priced_too() -> None:
+    """A capture says of its tensors that they are on a GPU, where the call would be replayed."""
+    x = torch.randn(8, 13)
+    plans = [
+        tilefit.optimize(network(), x, gpu="h200", select=["cuda-graph"], verify=False, on_cpu=on_cpu)
+        for on_cpu in (False, True)
+    ]
+    assert [fix.name for plan in plans for fix in plan.fixes] == ["cuda-graph"] * 2
+
+
 def test_models_of_libraries_are_known_but_not_those_that_look_for_objects() -> None:
     with tolerated():
         models = pytest.importorskip("torchvision.models", exc_type=ImportError)

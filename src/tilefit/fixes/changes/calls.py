@@ -23,6 +23,12 @@ _OUR_MODES = ("tilefit.", "torch.utils._device")
 _mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 
 
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU in truth: a capture answers ``is_cuda`` so for those that are on the CPU,
+    or have shapes alone. What is kept from one call to the next must not come from one."""
+    return tensor.is_cuda and not (tensor.is_meta or tensor.is_cpu)
+
+
 def is_transformed() -> bool:
     """Whether what runs is exported, traced, batched or differentiated by what wants plain modules."""
     if torch.compiler.is_compiling():

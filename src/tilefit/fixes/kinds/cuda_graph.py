@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tilefit.fixes.changes.assumed import Assumed
 from tilefit.fixes.changes.behaviour import Behaviour, behaviours, require_changeable
+from tilefit.fixes.changes.calls import is_on_gpu
 from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix, refuse
 from tilefit.fixes.changes.hooks import are_all_watched, has_hooks
@@ -130,8 +131,8 @@ class Graphed(Behaviour):
             not tensors
             or torch.compiler.is_compiling()
             or are_all_watched()
-            or not all(tensor.is_cuda for tensor in tensors)
             or not all(type(leaf) in (torch.Tensor, *_PLAIN) for leaf in leaves)
+            or not all(map(is_on_gpu, tensors))
             or torch.cuda.is_current_stream_capturing()
         ):
             return forward(*args, **kwargs)
