@@ -109,7 +109,7 @@ class Graphed(Behaviour):
     they will be."""
 
     def __init__(self) -> None:
-        self._holds: Callable[[], bool] = lambda: False
+        self._modes: Callable[[], Any] = _none
         #: What was captured; before that, how often the call was made; None where it cannot be captured.
         self._calls: dict[Any, int | _Captured | None] = {}
 
@@ -144,10 +144,10 @@ class Graphed(Behaviour):
 
     def _known(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> _Captured | None:
         """This call, captured, if it has been by now. Once the model is another, none has been."""
-        if not self._holds():
-            self._holds, self._calls = as_it_is(model), {}
-        leaves = (*args, *kwargs.values())
-        key = (*kwargs, *map(_kind, leaves), *map(_modes, model.modules()), _switches())
+        if (modes := self._modes()) is None:
+            self._modes, self._calls = as_it_is(model), {}
+            modes = self._modes()
+        key = (*map(_kind, args), *kwargs, *map(_kind, kwargs.values()), modes, _switches())
         known = self._calls.get(key, 0)
         if isinstance(known, int):
             self._calls[key] = known + 1
@@ -158,12 +158,17 @@ class Graphed(Behaviour):
         return known
 
 
-def as_it_is(model: nn.Module) -> Callable[[], bool]:
-    """What tells whether a model still runs the same, on the same tensors."""
+def as_it_is(model: nn.Module) -> Callable[[], Any]:
+    """What tells in which modes a model is, as long as it runs the same on the same tensors; else None."""
     then = [(module, Assumed.of(module), _runs(module)) for module in model.modules()]
-    return lambda: all(
-        _runs(module)[1] == runs and assumed.holds(module) for module, assumed, (_, runs) in then
-    )
+    parameters = list(model.parameters())
+
+    def modes() -> Any:
+        if all(_runs(module)[1] == runs and assumed.holds(module) for module, assumed, (_, runs) in then):
+            return *(module.training for module, *_ in then), *(p.requires_grad for p in parameters)
+        return None
+
+    return modes
 
 
 def _runs(module: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -176,11 +181,6 @@ def _runs(module: nn.Module) -> tuple[list[Any], list[Any]]:
     objects = [*how, *module._modules.values(), *tensors]
     memory = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     return objects, [*map(id, objects), has_hooks(module), *memory]
-
-
-def _modes(module: nn.Module) -> Any:
-    """What of a module may change between a call and another."""
-    return module.training, *(p.requires_grad for p in module._parameters.values() if p is not None)
 
 
 def _kind(value: Any) -> Any:
@@ -318,7 +318,7 @@ class _Captured:
 
 
 def _none() -> None:
-    """In place of a reference to what is gone."""
+    """In place of what tells of something that is gone."""
 
 
 class _Replay(torch.autograd.Function):
