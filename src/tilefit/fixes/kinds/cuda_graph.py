@@ -160,7 +160,7 @@ class Graphed(Behaviour):
 
 def as_it_is(model: nn.Module) -> Callable[[], Any]:
     """What tells in which modes a model is, as long as it runs the same on the same tensors; else None."""
-    then = [(module, Assumed.of(module), _runs(module)) for module in model.modules()]
+    then = [(module, Assumed(module), _runs(module)) for module in model.modules()]
     parameters = list(model.parameters())
 
     def modes() -> Any:
