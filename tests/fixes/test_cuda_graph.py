@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tilefit
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.fixes import strip
+from tilefit.fixes.changes.behaviour import behaviours
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.cuda_graph import (
@@ -187,6 +190,21 @@ def test_undo() -> None:
     edits.undo()
     assert not run.cuda_graph
     assert type(model) is nn.Sequential
+
+
+def test_what_was_captured_goes_with_the_fix() -> None:
+    model = network()
+    edits = GRAPH.apply(Run(model))
+    (behaviour,) = behaviours(model)
+    behaviour._modes = as_it_is(model)
+    alive = weakref.ref(behaviour)
+    del behaviour
+    gc.disable()
+    try:
+        edits.undo()
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def freeze(model: nn.Sequential) -> None:

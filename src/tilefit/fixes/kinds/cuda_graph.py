@@ -177,7 +177,9 @@ def _runs(module: nn.Module) -> tuple[list[Any], list[Any]]:
     former keeps others from being known by the same."""
     own = vars(module)
     tensors = [*module._parameters.values(), *module._buffers.values()]
-    how = type(module), own.get("forward"), own.get("_compiled_call_impl"), *behaviours(module)
+    # Not what keeps this: it would keep itself, and the memory of the graphs.
+    others = [each for each in behaviours(module) if not isinstance(each, Graphed)]
+    how = type(module), own.get("forward"), own.get("_compiled_call_impl"), *others
     objects = [*how, *module._modules.values(), *tensors]
     memory = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     return objects, [*map(id, objects), has_hooks(module), *memory]
