@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tilefit.fixes.changes.assumed import Assumed
 from tilefit.fixes.changes.behaviour import Behaviour, behaviours, require_changeable
+from tilefit.fixes.changes.calls import are_all_watched, has_hooks
 from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix, refuse
-from tilefit.fixes.changes.hooks import are_all_watched, has_hooks
 from tilefit.fixes.changes.run import Run
 from tilefit.rules.outside.graphs import WAITS
 
@@ -105,8 +105,8 @@ _one_call = threading.RLock()
 
 
 class Graphed(Behaviour):
-    """The module, replayed where this very call was captured. Copies of it begin anew, on the device where
-    they will be."""
+    """The module, replayed where this very call was captured. Alone among behaviours it keeps something,
+    what was captured; copies begin anew, on the device where they will be."""
 
     def __init__(self) -> None:
         self._modes: Callable[[], Any] = _none
