@@ -325,9 +325,7 @@ def _none() -> None:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, captured: _Captured, inputs: list[torch.Tensor], *sources: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, captured: _Captured, inputs: list[torch.Tensor], *sources: Any) -> Any:
         torch._foreach_copy_(captured.inputs, inputs)
         captured.forward_graph.replay()
         # It lives as long as the backward pass can come.
