@@ -15,9 +15,8 @@ from torch import nn
 from tilefit.cost.lowering import is_generated
 from tilefit.fixes.changes.assumed import is_torchs
 from tilefit.fixes.changes.behaviour import Behaviour, behaves, behaviours, refuse
-from tilefit.fixes.changes.calls import PLAIN, is_followed, is_on_gpu
+from tilefit.fixes.changes.calls import PLAIN, are_all_watched, is_followed, is_on_gpu
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, fix
-from tilefit.fixes.changes.hooks import are_all_watched
 from tilefit.ops import FORWARD, OPTIMIZER
 
 #: What a compiled call takes the host in both passes beside launches: guards, AOTAutograd's way in and out.
