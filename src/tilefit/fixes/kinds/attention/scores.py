@@ -538,6 +538,7 @@ def _attended(scores: Any, value: Any) -> torch.Tensor:
     four = torch.Size((lead[:-1].numel(), lead[-1]))
     if mask is not None:
         mask = _folded(mask if mask.dtype == torch.bool or cast else mask.to(query.dtype), lead, four)
+        mask = mask[(None,) * (4 - mask.dim())]
     query, key, value = (_whole(tensor, lead, four) for tensor in (query, key, value))
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=scores.dropped, is_causal=causal, scale=scores.factor
@@ -574,7 +575,8 @@ def _masking(scores: Scores) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor |
     """
     query, mask, nowhere = scores.query, scores.bias, None
     if scores.masks:
-        kept = reduce(torch.logical_and, (mask if keep else ~mask for mask, keep in scores.masks))
+        each = (mask if keep else ~mask for mask, keep in scores.masks)
+        kept = torch.atleast_2d(reduce(torch.logical_and, each))  # type: ignore[no-untyped-call]
         empty = ~kept.any(-1, keepdim=True)
         kept, query = kept | empty, torch.where(empty, 0.0, query)
         nowhere = empty if scores.fill == -math.inf else None
