@@ -28,9 +28,8 @@ from tilefit.fixes.kinds.settings import is_fused, like
 from tilefit.fixes.planning.measuring import Gain, require_cuda, step_times_s
 from tilefit.fixes.planning.plan import AppliedFix, Plan, RefusedFix
 from tilefit.fixes.planning.registry import select as select_fixes
-from tilefit.fixes.proof.likeness import shrunken
-from tilefit.fixes.proof.proof import prove, prove_in_place, with_values
-from tilefit.fixes.proof.verification import Verification
+from tilefit.fixes.proof.likeness import shrunken, with_values
+from tilefit.fixes.proof.verification import Verification, prove, prove_in_place
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.options import (
