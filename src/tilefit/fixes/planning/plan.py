@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,19 +20,13 @@ from tilefit.fixes.kinds.fused_loss import CompiledLoss
 from tilefit.fixes.proof.verification import Verification
 from tilefit.nn import convert
 from tilefit.ops import Step
-from tilefit.rules.finding import SAFE
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.text import Text
 
 #: Version of the JSON form of a plan.
 PLAN_SCHEMA = 1
 _SHOWN = "gpu speedup before_s after_s before_bytes after_bytes provenance".split()
-
-NOTHING = "Nothing worth changing."
-#: Refusals that are shown; a model with many layers may have one for each.
-MOST_REFUSED = 5
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -170,34 +163,9 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __rich__(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
+        from tilefit.fixes.planning.outcome import of_plan
 
-        parts: list[RenderableType] = [Text(NOTHING, style="bold green")]
-        if self.fixes:
-            head = Text.assemble(
-                (f"{self.speedup:.2f} times as fast", "bold green"),
-                f" on {self.gpu} ({self.provenance}): {self.times}",
-                "; measure=True tells what it is on the GPU here" if self.is_measurable else "",
-            )
-            parts = [head, Text(), console.table("", "", "", rows=self._rows())]
-            for proof in (self.verification, self.on_gpu):
-                parts += [] if proof is None else [Text(), Text.assemble(("Proof  ", "dim"), str(proof))]
-        if self.refused:
-            rows = [(Text(f"not {each.name}", style="dim"), f"{each.reason}.") for each in self.refused]
-            if (more := len(rows) - MOST_REFUSED) > 0:
-                rows[MOST_REFUSED:] = [(Text(), f"and {more} more in plan.refused.")]
-            parts += [Text(), console.table("", "", rows=rows)]
-        return Group(*parts)
-
-    def _rows(self) -> Iterator[tuple[str | Text, ...]]:
-        from rich.text import Text
-
-        for fix in self.fixes:
-            mark = "" if fix.level == SAFE else f" ({fix.level})"
-            sign = "+" if fix.saved_s < 0 else "-"  # measured, within the noise, it may be a loss
-            saved = f"{sign}{units.seconds(abs(fix.saved_s))}"
-            yield Text(fix.name, style="bold"), saved, fix.summary + mark
+        return of_plan(self)
 
     def _repr_html_(self) -> str:
         page = console.console(record=True, file=io.StringIO(), width=100)

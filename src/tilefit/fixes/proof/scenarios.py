@@ -273,16 +273,15 @@ def _views(trial: Trial, model: nn.Module) -> Told:
 @_scenario("a batch of another size", most=_MANY)
 def _other_batch(trial: Trial, model: nn.Module) -> Told:
     size = next((each.shape[0] for each in tensors(trial.inputs) if each.dim()), 0)
-    rows = torch.tensor([*range(size), 0])
 
-    def other(leaf: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        return leaf[chosen.to(leaf.device)] if leaf.dim() and leaf.shape[0] == size else leaf
+    def other(leaf: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        return leaf[rows] if leaf.dim() and leaf.shape[0] == size else leaf
 
-    for chosen in (rows, rows[:1]) if size else ():
-        given = tree_map_only(torch.Tensor, partial(other, chosen=chosen), _plain(trial.inputs))
+    for rows in ([*range(size), 0], [0]) if size else ():
+        given = tree_map_only(torch.Tensor, partial(other, rows=rows), _plain(trial.inputs))
         model.zero_grad()
         for what, tree in trial.passed(model, trial.fresh(given, grad=True)):
-            yield f"{what} of {len(chosen)}", tree
+            yield f"{what} of {len(rows)}", tree
 
 
 @_scenario("parts called by themselves", most=_MANY)

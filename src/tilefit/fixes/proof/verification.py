@@ -209,12 +209,8 @@ def _comparing() -> Iterator[None]:
 def _parts(trial: Trial, model: nn.Module, changes: Sequence[ChangeSet]) -> dict[str, tuple[Any, Any]]:
     """Changed modules and all that they are parts of, with the arguments of their first calls; of those that
     look alike the first."""
-    paths: dict[str, None] = {}
-    for change in changes:
-        for path in change.modules:
-            while path:
-                paths[path] = None
-                path = path.rpartition(".")[0]
+    names = [path.split(".") for change in changes for path in change.modules if path]
+    paths = dict.fromkeys(".".join(each[:count]) for each in names for count in range(len(each), 0, -1))
     model = trial.prepared(model)
     modules = dict(model.named_modules())
     distinct = {repr(modules[path]): path for path in reversed(paths) if path in modules}
