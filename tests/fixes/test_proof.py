@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from torch import nn
 
 import tilefit
 from behaving import Change, as_relu, nothing, same
-from tilefit.fixes import Edits, RefusedError, Run
+from tilefit.fixes import RefusedError, Run
 from tilefit.fixes.changes.behaviour import behaviours
-from tilefit.fixes.changes.region import Region
 from tilefit.fixes.proof import likeness
 from tilefit.fixes.proof.likeness import few_rows, with_values
 from tilefit.fixes.proof.verification import prove, prove_in_place
@@ -170,31 +168,6 @@ def test_a_part_that_is_called_by_itself() -> None:
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6))
     found = prove(Run(model, torch.randn(8, 6)), [Change(("0",), widened), Change(("2",), narrowed)])
     assert found.differences[0].what == "parts called by themselves: 0"
-
-
-def test_a_part_that_something_around_it_calls_alone() -> None:
-    """A part that takes what another has left for it is wrong where that was not called before."""
-    region = Region()
-
-    def leaving(region: Region, module: nn.Module, forward: Any, x: torch.Tensor) -> torch.Tensor:
-        if (space := region.space()) is not None:
-            space["seen"] = True
-        return forward(x)
-
-    def taking(region: Region, module: nn.Module, forward: Any, x: torch.Tensor) -> torch.Tensor:
-        return 0 * forward(x) if region.space() == {} else forward(x)
-
-    class Within(Change):
-        def make(self, run: Run, edits: Edits) -> None:
-            super().make(run, edits)
-            edits.give(run.model, "", region)
-
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
-    found = prove(
-        Run(model, torch.randn(8, 6)),
-        [Within(("0",), partial(leaving, region)), Change(("1",), partial(taking, region))],
-    )
-    assert found.differences[0].what == "parts called by themselves: 1 within ''"
 
 
 def test_zeros_are_no_gradient_that_is_none() -> None:

@@ -8,29 +8,25 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
-from tilefit import console, units
+from tilefit import units
 from tilefit.fixes.planning import registry
+from tilefit.fixes.planning.plan import Plan, Section, apart, gain, left_alone, made, shown
 from tilefit.formats import FORMATS, render, renders
 from tilefit.report import Report, text
 from tilefit.report.html_page import page
 from tilefit.report.markdown import escape, table
 from tilefit.rules import Finding
 from tilefit.rules.finding import THROUGHPUT
-from tilefit.rules.sites import pattern
 
 if TYPE_CHECKING:
-    from tilefit.fixes.planning.plan import AppliedFix, Plan
     from tilefit.fixes.source.patches import Patches
 
 #: Version of the JSON form.
 FIX_SCHEMA = 2
 _OF_PATCH = "code level where summary note gain_s".split()
 NOTHING = "Nothing to fix."
-#: Refusals that are shown of a plan by itself; a model with many layers may have one for each.
-_MOST_REFUSED = 5
 
 
 @dataclass(frozen=True)
@@ -73,11 +69,11 @@ def answers(
         patches: What is written.
         levels: Those of the fixes that may be made.
     """
-    made, refused = (plan.fixes, plan.refused) if plan else ((), ())
+    applied, refused = (plan.fixes, plan.refused) if plan else ((), ())
 
     def answer(finding: Finding) -> Answer:
         code = finding.code
-        fixes = tuple(dict.fromkeys(fix.name for fix in made if code in fix.rules))
+        fixes = tuple(dict.fromkeys(fix.name for fix in applied if code in fix.rules))
         written = ", ".join(patch.where for patch in patches.made if patch.code == code)
         by_hand = next((each.reason for each in patches.by_hand if each.finding.code == code), "")
         reason = "" if fixes or written else why_not(code, by_hand)
@@ -99,7 +95,7 @@ def answers(
             return f"{name} does it, and is {fix.level}: --level {fix.level}"
         if plan is None:
             return f"{name} does it at run time, to a model: tilefit.optimize"
-        beside = " beside the other fixes" if made else ""
+        beside = " beside the other fixes" if applied else ""
         return f"{name} does not reach it, or saves too little{beside}"
 
     return tuple(map(answer, findings))
@@ -151,90 +147,43 @@ class Outcome:
 # ---- for people --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Section:
-    """A part of what is told, whatever the format.
-
-    Attributes:
-        title: Its heading.
-        columns, rows: A table; a column that starts with ``>`` is of numbers.
-        items: What is left, each with the rest that is to be known of it.
-        notes: Sentences below.
-        when, code: When lines are to be run, and these.
-        diff: Of files.
-    """
-
-    title: str
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    items: Sequence[tuple[str, str]] = ()
-    notes: Sequence[str] = ()
-    when: str = ""
-    code: str = ""
-    diff: str = ""
-
-
 _LEFT = "Left to you"
 
 
-def _sections(outcome: Outcome) -> Iterator[_Section]:
+def _sections(outcome: Outcome) -> Iterator[Section]:
     plan, step_s = outcome.plan, outcome.report.step.time_s
     if plan:
         place = f" ({outcome.place})" if outcome.place else ""
         which = "and the optimizer are" if outcome.fuses else "is"
         when = f"After the model{place} {which} made:"
-        made = _made(plan, "At run time", "--measure")
-        yield from (replace(each, when=when, code=outcome.call) for each in made)
+        fixes = made(plan, "At run time", "--measure")
+        yield from (replace(each, when=when, code=outcome.call) for each in fixes)
     yield from _in_files(outcome)
     if plan:
-        yield from _left_alone(plan)
+        yield from left_alone(plan)
     if outcome.left:
         items = [(f"{_alone(each, step_s)}: {reason}", each.advice) for each, reason in outcome.left]
-        yield _Section(_LEFT, items=items)
+        yield Section(_LEFT, items=items)
 
 
-def _made(plan: Plan, where: str, option: str) -> Iterator[_Section]:
-    """The fixes of a plan, and its proofs; ``option`` would measure it."""
-    if not plan.fixes:
+def _in_files(outcome: Outcome) -> Iterator[Section]:
+    patches, step_s = outcome.patches.made, outcome.report.step.time_s
+    if not patches:
         return
-    rows = [
-        (fix.name, *_gain(fix.saved_s, plan.before_s), fix.level, _proof(fix), fix.summary)
-        for fix in plan.fixes
-    ]
-    if len(plan.fixes) > 1:
-        rows.append(("total", *_gain(plan.before_s - plan.after_s, plan.before_s), "", "", ""))
-    more = f"; {option} tells what it is on the GPU here" if plan.is_measurable else ""
-    title = f"{where}: {plan.speedup:.2f} times as fast ({plan.provenance}), {plan.times}{more}"
-    notes = [f"Proof: {proof}." for proof in (plan.verification, plan.on_gpu) if proof]
-    yield _Section(title, ["fix", ">saves", "", "level", "proof", "what"], rows, notes=notes)
-
-
-def _left_alone(plan: Plan, most: int | None = None) -> Iterator[_Section]:
-    items = [
-        (f"{each.name}  {pattern(each.modules) or 'the whole step'}", each.reason) for each in plan.refused
-    ]
-    more = len(items) - len(items[:most])
-    if items:
-        notes = [f"and {more} more in plan.refused."] if more else []
-        yield _Section("Left alone", items=items[:most], notes=notes)
-
-
-def _in_files(outcome: Outcome) -> Iterator[_Section]:
-    made, step_s = outcome.patches.made, outcome.report.step.time_s
-    if not made:
-        return
-    after_s = step_s - sum(each.gain_s for each in made)
+    after_s = step_s - sum(each.gain_s for each in patches)
     names = ", ".join(outcome.written)
     title = f"Written to {names}" if names else "In your files (--diff, --write)"
-    rows = [(each.code, *_gain(each.gain_s, step_s), each.level, each.where, each.summary) for each in made]
+    rows = [(each.code, *gain(each.gain_s, step_s), each.level, each.where, each.summary) for each in patches]
     # What the user must know before writing, each once with the rules that it is about.
     notes = {
-        each.note: ", ".join(of.code for of in made if of.note == each.note) for each in made if each.note
+        each.note: ", ".join(of.code for of in patches if of.note == each.note)
+        for each in patches
+        if each.note
     }
     at_run_time = {code for fix in (outcome.plan.fixes if outcome.plan else ()) for code in fix.rules}
-    if not names and (both := [each.code for each in made if each.code in at_run_time]):
+    if not names and (both := [each.code for each in patches if each.code in at_run_time]):
         notes["at run time or in your files, either is enough"] = ", ".join(both)
-    yield _Section(
+    yield Section(
         f"{title}: {units.seconds(step_s)} -> {units.seconds(after_s)} a step, estimated",
         ["rule", ">saves", "", "level", "where", "what"],
         rows,
@@ -245,20 +194,10 @@ def _in_files(outcome: Outcome) -> Iterator[_Section]:
 
 def _alone(answer: Answer, step_s: float) -> str:
     """A finding with what its answer saves by itself."""
-    saves = " ".join(_gain(answer.gain_s, step_s)) if answer.gain_s else "not priced"
+    saves = " ".join(gain(answer.gain_s, step_s)) if answer.gain_s else "not priced"
     if answer.level == THROUGHPUT:
         saves = text.times_the_work(answer.gain_s / step_s)
     return f"{answer.code}  {saves}  {answer.level}  {answer.where}"
-
-
-def _gain(gain_s: float, step_s: float) -> tuple[str, str]:
-    return units.seconds(gain_s), units.share(gain_s / step_s)
-
-
-def _proof(fix: AppliedFix) -> str:
-    if fix.verification is not None:
-        return "proven"
-    return "not run" if fix.modules else "setting"
 
 
 # ---- in a terminal -----------------------------------------------------------------------------
@@ -269,16 +208,9 @@ def terminal(outcome: Outcome) -> RenderableType:
     """The outcome for a terminal."""
     setup = Text(" · ".join(text.setup(outcome.report)), style="dim")
     nothing = [] if outcome.exit_code else [Text(NOTHING, style="bold green")]
-    return _apart(
-        [Group(Text(_heading(outcome), style="bold"), setup), *nothing, *map(_shown, _sections(outcome))]
+    return apart(
+        [Group(Text(_heading(outcome), style="bold"), setup), *nothing, *map(shown, _sections(outcome))]
     )
-
-
-def of_plan(plan: Plan) -> RenderableType:
-    """A plan by itself."""
-    nothing = [] if plan.fixes else [Text(text.NOTHING, style="bold green")]
-    sections = (*_made(plan, f"On {plan.gpu}", "measure=True"), *_left_alone(plan, _MOST_REFUSED))
-    return _apart([*nothing, *map(_shown, sections)])
 
 
 def colored(diff: str) -> Text:
@@ -293,30 +225,7 @@ def colored(diff: str) -> Text:
 def beside_diff(outcome: Outcome) -> RenderableType:
     """What a diff does not say."""
     sections = (each for each in _sections(outcome) if each.code or each.title == _LEFT)
-    return _apart([_shown(replace(each, columns=())) for each in sections])
-
-
-def _apart(parts: Sequence[RenderableType]) -> RenderableType:
-    """Parts with an empty line between them."""
-    return Group(*[each for part in parts for each in (Text(), part)][1:])
-
-
-def _shown(section: _Section) -> RenderableType:
-    parts: list[RenderableType] = [Text(section.title, style="bold")]
-    if section.columns:
-        parts.append(console.table(*section.columns, rows=(map(text.plain, row) for row in section.rows)))
-    for head, rest in section.items:
-        parts += [Text(text.plain(head)), *([_note(rest)] if rest else [])]
-    parts += map(_note, section.notes)
-    if section.code:
-        parts += [Text(), Text(section.when, style="dim")]
-        # Lines to be copied are not wrapped.
-        parts += [Text(f"  {line}", no_wrap=True, overflow="ignore") for line in section.code.splitlines()]
-    return Group(*parts)
-
-
-def _note(note: str) -> RenderableType:
-    return Padding(Text(text.plain(note), style="dim"), (0, 0, 0, 2))
+    return apart([shown(replace(each, columns=())) for each in sections])
 
 
 def _heading(outcome: Outcome) -> str:

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.trees import tensors
-from tilefit.fixes.changes.behaviour import Changed, behaviours
-from tilefit.fixes.changes.region import Region
 
 #: Gradients in fp16 are computed of the loss times this, as in training, and divided by it: as they are, most
 #: would be below the smallest numbers that fp16 holds in full precision.
@@ -286,36 +284,17 @@ def _other_batch(trial: Trial, model: nn.Module) -> Told:
 
 @_scenario("parts called by themselves", most=_MANY)
 def _parts(trial: Trial, model: nn.Module) -> Told:
-    """Each alone, and by modules around it that call nothing else; other weights are loaded before."""
+    """With other weights than in a call before."""
     with torch.no_grad():
         trial.called(model, trial.fresh())
     _load_others(model)
     for path in trial.parts:
-        part = model.get_submodule(path)
-        # Modules further out differ from the nearest two by nothing that a part sees.
-        nearest = [above.rpartition(".")[0] for above in (path, path.rpartition(".")[0]) if above]
-        around = {f"{path} within {above!r}": _Around(part, model.get_submodule(above)) for above in nearest}
-        for how, called in {path: part, **around}.items():
-            model.zero_grad()
-            args, kwargs = given = trial.fresh(trial.parts[path], grad=True)
-            output = called(*args, **kwargs)
-            yield how, output
-            for what, tree in trial.gradients(model, replace(trial, loss=None).loss_of(output), given):
-                yield f"{what}, {how}", tree
-
-
-class _Around(nn.Module):
-    """Calls a part in the regions of a module that it is a part of."""
-
-    def __init__(self, part: nn.Module, parent: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-        for each in behaviours(parent):
-            if isinstance(each, Region):
-                Changed.of(self).add(each)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.part(*args, **kwargs)
+        model.zero_grad()
+        args, kwargs = given = trial.fresh(trial.parts[path], grad=True)
+        output = model.get_submodule(path)(*args, **kwargs)
+        yield path, output
+        for what, tree in trial.gradients(model, replace(trial, loss=None).loss_of(output), given):
+            yield f"{what}, {path} alone", tree
 
 
 @_scenario("parts given wrong sizes", most=_MANY)

@@ -38,7 +38,8 @@ class Fused(Behaviour):
         if is_followed() or are_exchanged() or is_watched_within(module) or not are_torchs():
             return forward(*args, **kwargs)
         with Fusing(module) as mode:
-            return mode.finished(forward(*args, **kwargs))
+            output = forward(*args, **kwargs)
+        return mode.finished(output)
 
 
 def fusing(modules: Iterable[str], host_s: float = 0.0) -> ChangeSet:
