@@ -266,8 +266,8 @@ class Model(nn.Module):
 
 #: What may be done to a model that has such a part.
 FIXES: dict[type[nn.Module], tuple[str, ...]] = {
-    Perceptron: ("pad-linear", "pad-linear", "merge-projections"),
-    SelfAttention: ("pad-linear", "fuse-attention", "fuse-attention", "merge-projections"),
+    Perceptron: ("pad-linear",),
+    SelfAttention: ("pad-linear", "fuse-attention", "fuse-attention"),
     Asked: ("fuse-attention",),
     Encoder: ("fit-heads", "fit-heads", "pad-linear"),
     Images: ("pad-channels", "pad-channels", "channels-last"),
@@ -276,7 +276,7 @@ FIXES: dict[type[nn.Module], tuple[str, ...]] = {
     Norm: ("compile-parts",),
     WrittenGelu: ("compile-parts",),
     WrittenSilu: ("compile-parts",),
-    Model: ("merge-projections", "pad-linear"),
+    Model: ("pad-linear",),
 }
 
 

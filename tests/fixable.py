@@ -37,38 +37,6 @@ def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(20, 4, 32, dropout=0.0, batch_first=True, norm_first=True)
 
 
-class Heads(nn.Module):
-    """A body and three heads that read it; ``task`` calls one of them alone."""
-
-    def __init__(self, width: int = 16, out: int = 16) -> None:
-        super().__init__()
-        self.body = nn.Linear(width, width)
-        self.a, self.b, self.c = (nn.Linear(width, out) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, task: str = "") -> Any:
-        z = F.gelu(self.body(x))
-        return getattr(self, task)(z) if task else (self.a(z), self.b(z), self.c(z))
-
-
-class Projections(nn.Module):
-    """Three products of one tensor; ``task`` calls one of them alone; ``between`` is called in between."""
-
-    between: Callable[[], Any] = staticmethod(lambda: None)
-
-    def __init__(self, width: int = 16, out: int = 16) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(width, out) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, task: str = "") -> Any:
-        if task:
-            return getattr(self, task)(x)
-        a = self.a(x)
-        self.between()
-        b = self.b(x)
-        self.between()
-        return a, b, self.c(x)
-
-
 class Attention(nn.Module):
     """Self-attention by hand; ``keep`` says what happens to the attention weights."""
 
@@ -133,20 +101,6 @@ class PaddedAlone(Padded):
         batch, length, _ = x.shape
         keep = torch.ones(batch, length, dtype=torch.bool, device=x.device)
         return self.inner(x, keep[:, None, :, None].expand(batch, 1, length, length))
-
-
-class QueryKeyValue(Attention):
-    """Self-attention whose projections are three layers, its attention one kernel."""
-
-    def __init__(self, width: int = 16, heads: int = 2) -> None:
-        super().__init__(width, heads)
-        del self.qkv
-        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shape = (*x.shape[:2], self.heads, -1)
-        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
 
 
 class WrittenGelu(nn.Module):
@@ -245,6 +199,5 @@ KINDS = {
         (8, 64),
         options={"min_gain": 0.01},
     ),
-    "merge-projections": Kind("merge-projections", QueryKeyValue, on_meta(2, 8, 16), (2, 8, 16)),
     "persistent-kernels": Kind("persistent-kernels", Recurrent, on_meta(4, 50, 256), (2, 3, 256)),
 }

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import fixing
 import tilefit
@@ -188,6 +189,28 @@ def test_a_layout_that_is_lost_is_made_again() -> None:
 
     original = Shuffled()
     assert tilefit.verify(original, turned(original), torch.randn(IMAGES)).ok
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_convolution_that_is_checkpointed_within_a_call(reentrant: bool) -> None:
+    class Checkpointing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.second, self.first(x).contiguous(), use_reentrant=reentrant)
+
+    original, seen = Checkpointing(), []
+    fixed = turned(original)
+    fixed.second.register_forward_hook(lambda module, args, y: seen.append(y.is_contiguous()))
+    gradients = []
+    for model in (original, fixed):
+        model(torch.ones(IMAGES)).square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(*gradients)
+    # Computed again it is plain: it is so the first time, where what it saves is compared.
+    assert seen[0] is not reentrant
 
 
 @pytest.mark.parametrize("channels", [1, 3])

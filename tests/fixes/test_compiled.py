@@ -281,15 +281,15 @@ def test_compilation_is_priced_with_the_masks_that_only_it_makes() -> None:
     # Attention that compilation keeps from the fused kernels costs more than it saves.
     assert not planned("compile").fixes
     assert not planned("contiguous-masks").fixes
-    plan = planned("compile", "contiguous-masks", "merge-projections")
-    assert [fix.name for fix in plan.fixes] == ["merge-projections", "compile"]
+    plan = planned("compile", "contiguous-masks", "fuse-optimizer")
+    assert [fix.name for fix in plan.fixes] == ["fuse-optimizer", "compile"]
     (_, fix) = plan.fixes
     assert fix.modules == ("layers.0", "layers.1")
     assert "mask" in fix.summary
     assert "torch.compile(model" in fix.summary
     assert fix.verification is not None
     assert fix.verification.ok
-    assert plan.after_s < planned("merge-projections", verify=False).after_s
+    assert plan.after_s < planned("fuse-optimizer", verify=False).after_s
 
 
 def test_what_is_changed_with_compilation_is_taken_back_with_it() -> None:

@@ -18,7 +18,16 @@ from tilefit.capture.torchvision_import import tolerated
 from tilefit.fixes import strip
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.changes.run import Run
-from tilefit.fixes.kinds.cuda_graph import GRAPH, _leaves_of_our_own, _modes, _Replay, _State
+from tilefit.fixes.kinds.cuda_graph import (
+    GRAPH,
+    _aside,
+    _capture,
+    _modes,
+    _none,
+    _Replay,
+    _switches,
+    as_it_is,
+)
 
 
 def network() -> nn.Sequential:
@@ -80,7 +89,7 @@ def test_models_of_libraries_are_known_but_not_those_that_look_for_objects() -> 
 def test_what_is_captured_has_leaves_of_its_own(layer: nn.Module) -> None:
     kept = dict(layer.named_parameters())
     x = torch.randn(3, 4)
-    with _leaves_of_our_own(layer) as leaves:
+    with _aside(layer) as leaves:
         output = layer(x, x) if isinstance(layer, nn.Bilinear) else layer(x)
         (output[0] if isinstance(output, tuple) else output).sum().backward()
     for name, parameter in layer.named_parameters():
@@ -92,48 +101,58 @@ def test_what_is_captured_has_leaves_of_its_own(layer: nn.Module) -> None:
 
 def test_a_call_is_another_where_products_run_in_another_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    before, matmul = _modes(), torch.backends.cuda.matmul
+    before, matmul = _switches(), torch.backends.cuda.matmul
     matmul.fp32_precision = "tf32"  # after which older switches cannot be read
     try:
-        assert _modes() != before
+        assert _switches() != before
     finally:
         matmul.fp32_precision = "none"
-    assert _modes() == before
+    assert _switches() == before
     torch.set_float32_matmul_precision("high")
     try:
-        assert _modes() != before
+        assert _switches() != before
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 def test_a_call_is_another_where_other_kernels_may_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    before = _modes()
+    before = _switches()
     with sdpa_kernel(SDPBackend.MATH):
-        assert _modes() != before
+        assert _switches() != before
     with torch.backends.cudnn.flags(enabled=False):
-        assert _modes() != before
-    assert _modes() == before
+        assert _switches() != before
+    assert _switches() == before
+
+
+def test_what_was_hooked_or_replaced_later_is_not_captured() -> None:
+    for later in (hook, lambda model: setattr(model[2], "forward", torch.sigmoid), python_of_ones_own):
+        model = graphed(network())
+        later(model)
+        with pytest.warns(UserWarning, match="cannot be captured"):
+            assert _capture(model, model.forward, (torch.ones(3, 13),), {}) is None
 
 
 @pytest.mark.parametrize("another", [False, True])
 def test_a_second_backward_pass_through_one_call_is_an_error(another: bool) -> None:
     graph = SimpleNamespace(replay=lambda: None)
     captured = SimpleNamespace(
+        inputs=[torch.zeros(4)],
         forward_graph=graph,
         backward_graph=graph,
         outputs=[torch.ones(3)],
         differentiable=[True],
-        output_gradients=[torch.ones(3)],
         gradients=[torch.ones(2)],
-        ticket=None,
+        given=[torch.ones(3)],
+        node=_none,
     )
     weight = torch.ones(2, requires_grad=True)
-    (output,) = _Replay.apply(captured, weight)
+    (output,) = _Replay.apply(captured, [torch.ones(4)], weight)
+    assert torch.equal(captured.inputs[0], torch.ones(4))
     output.sum().backward(retain_graph=True)
     torch.testing.assert_close(weight.grad, torch.ones(2))
     if another:
-        (_other,) = _Replay.apply(captured, weight)
+        (_other,) = _Replay.apply(captured, [torch.ones(4)], weight)
     with pytest.raises(RuntimeError, match="second backward pass"):
         output.sum().backward()
 
@@ -154,6 +173,11 @@ def test_copies() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(other) is type(model)
     assert model.state_dict().keys() == network().state_dict().keys()
+
+
+def test_a_model_is_graphed_once() -> None:
+    with pytest.raises(RefusedError, match="before"):
+        graphed(graphed(network()))
 
 
 def test_undo() -> None:
@@ -182,8 +206,18 @@ def replace_layer(model: nn.Sequential) -> None:
     model[2] = nn.ReLU()
 
 
+def python_of_ones_own(model: nn.Sequential) -> None:
+    model[2] = Own()
+
+
 def hook(model: nn.Sequential) -> None:
     model[2].register_forward_pre_hook(lambda module, args: None)
+
+
+def same(model: nn.Module) -> Callable[[], bool]:
+    """Whether a captured call of a model may be repeated: it is as it was, in the modes it was in."""
+    holds, modes = as_it_is(model), [*map(_modes, model.modules())]
+    return lambda: holds() and [*map(_modes, model.modules())] == modes
 
 
 @pytest.mark.parametrize(
@@ -200,14 +234,14 @@ def test_what_was_captured_is_not_used_when_the_model_changes(
     change: Callable[[nn.Sequential], object],
 ) -> None:
     model = network()
-    state = _State(model)
+    is_as_it_was = same(model)
     with torch.no_grad():  # a step of training is no such change
         model(torch.randn(7, 13))
         for parameter in model.parameters():
             parameter.add_(1.0)
-    assert state.is_now()
+    assert is_as_it_was()
     change(model)
-    assert not state.is_now()
+    assert not is_as_it_was()
 
 
 def test_the_plan_uses_it_where_the_host_is_too_slow() -> None:
@@ -256,15 +290,15 @@ LATER: list[Callable[[nn.Sequential], object]] = [
 @pytest.mark.parametrize("later", LATER)
 def test_a_state_is_another_after_a_change(later: Callable[[nn.Sequential], object]) -> None:
     model = graphed(network())
-    state = _State(model)
-    assert state.is_now()
+    is_as_it_was = same(model)
+    assert is_as_it_was()
     later(model)
-    assert not state.is_now()
+    assert not is_as_it_was()
 
 
 def test_a_state_is_another_where_a_function_was_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = _State(model := graphed(network()))
+    holds = as_it_is(model := graphed(network()))
     relu = F.relu
     monkeypatch.setattr(F, "relu", lambda x, inplace=False: relu(x) * 2)
-    assert not state.is_now()
+    assert not holds()
     assert isinstance(model, nn.Sequential)

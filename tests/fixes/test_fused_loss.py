@@ -83,6 +83,14 @@ class Head(nn.Module):
         return nn.CrossEntropyLoss(label_smoothing=0.1)(self.head(x), labels)
 
 
+def test_a_capture_on_the_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says of its tensors that they are on a GPU."""
+    monkeypatch.setattr(fused_loss, "compiled", lambda loss: pytest.fail("compiled"))
+    run = Run(Head(), (torch.randn(4, 16), torch.tensor([1, 2, 0, 3])), StepOptions(on_cpu=True))
+    FUSED_CROSS_ENTROPY.apply(run)
+    assert any("softmax" in entry.name for entry in run.capture().ops)
+
+
 def test_a_cross_entropy_in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls that reach the compiled function, which here is the function itself."""
     calls = []

@@ -38,19 +38,28 @@ class Block(nn.Module):
 X = torch.empty(16, 1024, 64, device="meta")
 
 
-@pytest.fixture
-def _compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compile_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are compiled on the CPU as well."""
     monkeypatch.setattr(
         parts, "_is_on_gpu", lambda tensor: tensor is None or (tensor.is_cpu and type(tensor) in parts.PLAIN)
     )
     monkeypatch.setattr(parts, "_BACKEND", "aot_eager")
+
+
+@pytest.fixture
+def _forgotten() -> Iterator[None]:
+    """Nothing is compiled before a test, nor after it."""
     parts.compiled.cache_clear()
     torch.compiler.reset()
     counters.clear()
     yield
     parts.compiled.cache_clear()
     torch.compiler.reset()
+
+
+@pytest.fixture
+def _compiling(_forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_here(monkeypatch)
 
 
 def graphs() -> int:
@@ -70,6 +79,20 @@ def test_parts_are_found_priced_and_proven() -> None:
     assert plan.verification.ok
     plan.undo()
     assert not any(parts.behaviours(module) for module in model.modules())
+
+
+@pytest.mark.usefixtures("_forgotten")
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_what_a_plan_captured_is_compiled_later(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture says of tensors on shapes alone, and on the CPU, that they are on a GPU."""
+    x = torch.randn(64, 64) if on_cpu else X
+    options: dict[str, Any] = {"on_cpu": on_cpu, "min_gain": -1.0, "verify": False}
+    plan = tilefit.optimize(Block(), x, gpu="h200", select=["PRC004"], **options)
+    assert [fix.name for fix in plan.fixes] == ["compile-parts"] * 2
+    assert not graphs()
+    compile_here(monkeypatch)
+    plan.model(torch.randn(2, 64))
+    assert graphs() == 2
 
 
 def test_a_model_that_is_compiled_as_a_whole_does_without() -> None:

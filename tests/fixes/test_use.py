@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ from fixable import (
     IMAGES,
     ROWS,
     Attention,
-    Heads,
     Padded,
-    Projections,
     WrittenNorm,
     convolutions,
     linear,
@@ -206,8 +203,6 @@ class LargeTable(nn.Module):
         return part if self.how == "part" else (self.projection(z), self.projection[:2](z))
 
 
-#: So often the interpreter changes threads in the middle of something.
-THREAD_CALLS = 1000
 WORDS = torch.arange(24).view(4, 6)
 
 
@@ -335,14 +330,6 @@ WIDE_ROWS = on_meta(1 << 18, 64)
 # ---- nothing is kept from call to call ---------------------------------------------------------
 
 
-@case(Heads, ROWS, "merge-projections")
-def gradients_of_heads_that_were_not_called(m: Any) -> Any:
-    m(X, "a").square().mean().backward()
-    found = gradients(m)
-    torch.optim.AdamW(m.parameters(), 1e-2, weight_decay=0.1).step()
-    return found, dict(m.named_parameters())
-
-
 @case(Attention, on_meta(2, 8, 16), "fuse-attention")
 def a_part_that_is_compiled_by_itself(m: Any) -> Any:
     torch.compiler.reset()
@@ -352,112 +339,23 @@ def a_part_that_is_compiled_by_itself(m: Any) -> Any:
     return y, gradients(m)
 
 
-@case(Projections, ROWS, "merge-projections")
-def weights_loaded_between_siblings(m: Any) -> Any:
-    new = {name: 3 * value for name, value in m.state_dict().items()}
-    with torch.no_grad():
-        first = m(X, "a")
-        m.load_state_dict(new)
-        return first, m(X, "b"), m(X, "c")
+@case(convolutions, IMAGES, "channels-last")
+def a_part_called_while_another_thread_is_in_the_model(m: Any) -> Any:
+    inside, done, found = threading.Event(), threading.Event(), []
 
+    def wait(*_: Any) -> None:
+        inside.set()
+        done.wait(60)
 
-@case(Projections, ROWS, "merge-projections")
-def weights_replaced_between_siblings(m: Any) -> Any:
-    with torch.no_grad():
-        results = [m(X, "a")]
-        m.b.weight.data = 2 * m.b.weight.data
-        m.c.weight = nn.Parameter(3 * m.c.weight)
-        results += [m(X, "b"), m(X, "c"), *m(X)]
-        return results
-
-
-@case(Projections, ROWS, "merge-projections")
-def siblings_trained_in_turn(m: Any) -> Any:
-    optimizer = torch.optim.SGD(m.parameters(), 0.1)
-    losses = []
-    for task in ("a", "b", "c", "a"):
-        optimizer.zero_grad()
-        loss = m(X, task).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss)
-    return losses, gradients(m), dict(m.named_parameters())
-
-
-@case(Projections, ROWS, "merge-projections")
-def a_buffer_refilled_between_siblings(m: Any) -> Any:
-    buffer = X.clone()
-    with torch.no_grad():
-        first = m(buffer, "a")
-        buffer.numpy()[:] = 7.0
-        return first, m(buffer, "b"), m(buffer, "c")
-
-
-@case(Projections, ROWS, "merge-projections")
-def graph_freed_between_siblings(m: Any) -> Any:
-    x = X.clone().requires_grad_()
-    grads = [torch.autograd.grad(m(x, task).sum(), x)[0] for task in ("a", "b", "a", "c")]
-    a, b, c = m(x)
-    return grads, [torch.autograd.grad(y.square().sum(), x)[0] for y in (a, b, c)]
-
-
-@case(Projections, ROWS, "merge-projections")
-def weights_frozen_later(m: Any) -> Any:
-    m.b.requires_grad_(False)
-    y = m(X)
-    sum(part.square().sum() for part in y).backward()
-    return y, gradients(m)
-
-
-@contextmanager
-def switching_quickly() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-def in_threads(work: Callable[[int], Any], threads: int) -> list[Any]:
-    """What ``work`` returns of each number, or the type of the error it raises, all at the same time."""
-    results: list[Any] = [None] * threads
-
-    def run(number: int) -> None:
-        results[number] = tried(lambda: work(number))[0]
-
-    workers = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return results
-
-
-@case(Projections, ROWS, "merge-projections")
-def threads(m: Any) -> Any:
-    inputs = [torch.full((8, 16), number + 1.0) for number in range(4)]
-    expected = [m(x.clone())[2].sum().item() for x in inputs]
-
-    def wrong(number: int) -> int:
-        with torch.no_grad():
-            sums = (m(inputs[number].clone())[2].sum().item() for _ in range(THREAD_CALLS))
-            return sum(abs(value - expected[number]) > 1e-3 for value in sums)
-
-    with switching_quickly():
-        return in_threads(wrong, 4)
-
-
-@case(Projections, ROWS, "merge-projections")
-def threads_in_step(m: Any) -> Any:
-    m.between = threading.Barrier(2).wait
-    weights = list(m.parameters())
-
-    def gradient(number: int) -> Any:
-        y = m(X)  # one tensor, read by both
-        return y, torch.autograd.grad(sum(part.sum() for part in y) * (number + 1), weights)
-
-    return in_threads(gradient, 2)
+    handle = m[-1].register_forward_pre_hook(wait)
+    other = threading.Thread(target=lambda: found.append(m(IMAGE)))
+    other.start()
+    inside.wait(60)
+    handle.remove()
+    alone = m[0](IMAGE)
+    done.set()
+    other.join()
+    return alone, alone.stride(), found[0], found[0].stride()
 
 
 # ---- attention ---------------------------------------------------------------------------------
@@ -654,7 +552,6 @@ CASES += [
     for make, inputs, fix, x in (
         (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
         (lambda: convolutions(norm=False), IMAGES, "pad-channels", IMAGE),
-        (Projections, ROWS, "merge-projections", X),
     )
 ]
 
@@ -715,7 +612,6 @@ CASES += [
         (lambda: nn.Sequential(nn.Linear(16, 13)), ROWS, "pad-linear", X),
         (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
         (lambda: convolutions(norm=False), IMAGES, "pad-channels", IMAGE),
-        (Projections, ROWS, "merge-projections", X),
     )
     for use in (lambda m, x=x: weights_written_to_before_the_gradient(m, x),)
 ]
@@ -758,7 +654,6 @@ CASES += [
     Case(f"{use.__name__}_{fix}", make, inputs, fix, lambda m, x=x, use=use: use(m, x))
     for make, inputs, fix, x in (
         (lambda: linear(16, 13, 8), ROWS, "pad-linear", X),
-        (Projections, ROWS, "merge-projections", X),
         (CausalByBuffer, on_meta(2, 16, 16), "fuse-attention", TOKENS),
     )
     for use in (with_functions_exchanged, traced_by_make_fx)
@@ -782,11 +677,10 @@ def more_filters_behind_padded_channels(m: Any) -> Any:
     return m(IMAGE)
 
 
-@case(Projections, ROWS, "merge-projections")
+@case(lambda: linear(16, 13, 8), ROWS, "pad-linear")
 def weights_made_in_inference_mode(m: Any) -> Any:
     with torch.inference_mode():
-        other = copy.deepcopy(m)
-        return [each.clone() for each in other(X)]
+        return copy.deepcopy(m)(X).clone()
 
 
 # ---- every case --------------------------------------------------------------------------------
@@ -939,11 +833,11 @@ def state(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("how", ["undo", "strip", "strip a copy"])
-@pytest.mark.parametrize("make", [Heads, AutoEncoder, Attention])
+@pytest.mark.parametrize("make", [AutoEncoder, Attention])
 def test_fixes_are_taken_off(how: str, make: Callable[[], nn.Module]) -> None:
     model = make()
     before = state(model)
-    inputs = ROWS if make in (Heads, AutoEncoder) else on_meta(2, 16, 16)
+    inputs = ROWS if make is AutoEncoder else on_meta(2, 16, 16)
     plan = planned(model, inputs)
     assert plan.fixes
     if how == "undo":

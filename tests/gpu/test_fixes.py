@@ -21,7 +21,6 @@ from tilefit.fixes.kinds.attention.attention import fusing
 from tilefit.fixes.kinds.cuda_graph import GRAPH
 from tilefit.fixes.kinds.fused_loss import FUSED_CROSS_ENTROPY, FUSED_LOSS
 from tilefit.fixes.kinds.parts import CompiledAlone
-from tilefit.fixes.kinds.projections import Merging
 from tilefit.fixes.kinds.settings import REDUCE_OVERHEAD, compilation, fused
 
 pytestmark = pytest.mark.gpu
@@ -380,28 +379,6 @@ def test_a_compiled_cross_entropy_is_a_cross_entropy(amp: str) -> None:
     FUSED_CROSS_ENTROPY.apply(Run(changed))
     inputs = (torch.randn(96, 64), torch.randint(0, 20000, (96,)))
     result = tilefit.verify(original, changed, inputs, amp=amp, dtype=torch.float32, device="cuda")
-    assert result.ok, result
-
-
-# ---- layers that share a product ---------------------------------------------------------------
-
-
-class Projections(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(96, 96), nn.Linear(96, 40, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.q(x), self.k(x)], -1).tanh()
-
-
-@pytest.mark.parametrize("amp", ["", "bf16", "fp16"])
-def test_merged_projections(amp: str) -> None:
-    original = Projections()
-    changed = copy.deepcopy(original)
-    Merging.of((("q", "k"),), 0).apply(Run(changed))
-    x = torch.randn(64, 96)
-    result = tilefit.verify(original, changed, x, amp=amp, dtype=torch.float32, device="cuda")
     assert result.ok, result
 
 

@@ -19,9 +19,8 @@ _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda
 
 #: Whose modes see functions and exchange none: those of this package, and ``with torch.device(...)``.
 _OUR_MODES = ("tilefit.", "torch.utils._device")
-#: Looked up once: they are asked in every call.
+#: Looked up once: it is asked in every call.
 _mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
-_count_modes = torch._C._len_torch_function_stack
 
 
 def is_transformed() -> bool:
@@ -39,7 +38,7 @@ def is_transformed() -> bool:
 
 def are_exchanged() -> bool:
     """Whether somebody follows the calls of PyTorch's functions, and may put others in their place."""
-    modes = map(torch._C._get_function_stack_at, range(_count_modes()))
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
     return not all(type(mode).__module__.startswith(_OUR_MODES) for mode in modes)
 
 
@@ -68,6 +67,11 @@ def is_followed() -> bool:
     return torch.compiler.is_compiling() or is_transformed()
 
 
+def packing() -> Any:
+    """What packs the tensors that autograd saves now (activation checkpointing), if anything does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What autocast casts products of ``x`` to now, if it does."""
     kind = x.device.type
@@ -94,28 +98,3 @@ def product_dtype(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dt
         if parameter.dtype != x.dtype and (cast is None or parameter.dtype == torch.float64):
             return None
     return cast or x.dtype
-
-
-def linear_dtype(layer: nn.Module, x: torch.Tensor) -> torch.dtype | None:
-    """The element type in which a linear layer would multiply ``x`` now.
-
-    None where it is not for us to compute: of element types, sizes or devices that do not fit PyTorch says
-    so, a sharded weight has to be gathered, and hooks or modes may exchange what goes in and what is called.
-    """
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if type(x) is not torch.Tensor or weight is None or x.dim() < 2 or layer._forward_pre_hooks:
-        return None
-    if x.layout != torch.strided or x.is_nested or x.is_inference() or weight.shape[-1] != x.shape[-1]:
-        return None
-    dtype = None if _count_modes() and are_exchanged() else product_dtype(x, weight, bias)
-    for parameter in (weight,) if bias is None else (weight, bias):
-        if parameter.device != x.device or parameter._post_accumulate_grad_hooks or parameter.is_inference():
-            return None
-        if parameter.dtype not in (dtype, torch.float32):
-            return None
-    return dtype
-
-
-def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., n] as a matrix of rows. Gradients in batches (``is_grads_batched``) cannot be flattened."""
-    return tensor.reshape(-1, tensor.shape[-1])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import takewhile
-from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tilefit.fixes.changes.behaviour import RefusedError, behaviours, refuse, require_changeable
+from tilefit.fixes.changes.behaviour import RefusedError, require_changeable
 
 
 def submodule(model: nn.Module, path: str) -> nn.Module:
@@ -63,14 +62,6 @@ def caller(model: nn.Module, path: str) -> str:
     raise RefusedError("it is called by nothing that can be changed")
 
 
-def state_of(layer: nn.Module) -> tuple[Any, ...]:
-    """What changes when a layer's parameters do."""
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    assert weight is not None
-    state = id(weight), weight._version, weight.data_ptr(), weight.requires_grad
-    return state if bias is None else (*state, id(bias), bias._version, bias.data_ptr(), bias.requires_grad)
-
-
 def fewest_rows(most: int, pays: Callable[[int], bool]) -> int:
     """The smallest power of two below ``most`` that pays, else ``most``."""
     smaller = (1 << power for power in range((most - 1).bit_length()))
@@ -85,13 +76,3 @@ def require_unparametrized(module: nn.Module, path: str) -> None:
     """
     if parametrize.is_parametrized(module):
         raise RefusedError(f"{path} has parametrisations: its weight is computed anew for every call")
-
-
-def require_alone(module: nn.Module, path: str) -> None:
-    """Check that a layer is a plain ``nn.Linear`` that no other fix has changed.
-
-    Raises:
-        RefusedError: it is not.
-    """
-    require_plain(module, path, nn.Linear)
-    refuse(behaviours(module), f"{path} was changed by another fix")

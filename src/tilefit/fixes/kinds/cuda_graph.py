@@ -7,8 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ from tilefit.rules.outside.graphs import WAITS
 
 #: A call is captured when it has been made this often, with tensors of the same sizes.
 _CALLS = 3
-#: Calls captured in one state of a module, and states of it that are remembered (training, evaluation):
-#: each call keeps the memory of its activations.
-_MOST_GRAPHS = 4
-_MOST_STATES = 4
+#: Calls of a model that are captured (in training and evaluation, of several sizes): each keeps the memory of
+#: its activations.
+_MOST_GRAPHS = 8
 #: Runs before a capture, in which libraries choose their kernels (PyTorch, ``make_graphed_callables``).
 _WARM_UP = 3
 _PLAIN = (type(None), bool, int, float, str)
@@ -55,7 +53,7 @@ def replay_graphs(context: Context) -> Found:
     it returns several tensors with gradients or writes to what it is given, and on the CPU. Dropout draws
     other random numbers.
 
-    What it costs: the activations of a captured call stay allocated (at most four sizes are captured). A
+    What it costs: the activations of a captured call stay allocated (at most eight calls are captured). A
     second derivative is an error, and so is a second backward pass through one call (``retain_graph=True``).
 
     Refused: modules with Python of their own (``torch.compile(mode="reduce-overhead")`` captures those,
@@ -84,14 +82,42 @@ def require_capturable(model: nn.Module) -> None:
         refuse(has_hooks(module), f"{path or 'the model'} has hooks, which a CUDA graph would not run")
 
 
+def _graphed(change: ChangeSet, run: Run, edits: Edits) -> None:
+    edits.give(run.model, "", Graphed())
+
+
+#: The model as two CUDA graphs, forward and backward.
+GRAPH = ChangeSet(
+    (),
+    options=(("cuda_graph", True),),
+    also=_graphed,
+    words="Replay forward and backward pass as CUDA graphs once a call has been made three times with the "
+    "same sizes; they keep the memory of their activations.",
+)
+
+
 # ---- while the model runs ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+#: Two threads cannot capture at once: they would on one stream. Nor may one call a model while another
+#: captures it, with leaves of its own: the gradients would be those of these leaves.
+_one_call = threading.RLock()
+
+
 class Graphed(Behaviour):
-    """The module, replayed where this very call was captured."""
+    """The module, replayed where this very call was captured. Copies of it begin anew, on the device where
+    they will be."""
+
+    def __init__(self) -> None:
+        self._holds: Callable[[], bool] = lambda: False
+        #: What was captured; before that, how often the call was made; None where it cannot be captured.
+        self._calls: dict[Any, int | _Captured | None] = {}
+
+    def __reduce__(self) -> Any:
+        return Graphed, ()
 
     def require(self, module: nn.Module, path: str) -> None:
+        super().require(module, path)
         require_capturable(module)
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,159 +130,113 @@ class Graphed(Behaviour):
             not tensors
             or torch.compiler.is_compiling()
             or are_all_watched()
-            or not all(type(leaf) in (torch.Tensor, *_PLAIN) for leaf in leaves)
             or not all(tensor.is_cuda for tensor in tensors)
+            or not all(type(leaf) in (torch.Tensor, *_PLAIN) for leaf in leaves)
             or torch.cuda.is_current_stream_capturing()
         ):
             return forward(*args, **kwargs)
         with _one_call:
-            states = _states.setdefault(module, [])
-            state = next((known for known in states if known.is_now()), None)
-            if state is None:
-                state = _State(module)
-                states.append(state)
-                del states[:-_MOST_STATES]
-            return state.call(forward, args, kwargs)
-
-
-def _forgotten(change: ChangeSet, run: Run, edits: Edits) -> None:
-    """What was captured goes with the fix, and with it the memory of its activations."""
-    edits.undone_by(partial(_forget, run.model))
-
-
-def _forget(model: nn.Module) -> None:
-    _states.pop(model, None)
-
-
-#: The model as two CUDA graphs, forward and backward.
-GRAPH = ChangeSet(
-    (),
-    behaviours=(("", Graphed()),),
-    options=(("cuda_graph", True),),
-    also=_forgotten,
-    words="Replay forward and backward pass as CUDA graphs once a call has been made three times with the "
-    "same sizes; they keep the memory of their activations.",
-)
-
-
-#: Two threads cannot capture at once: they would on one stream. Nor may one call a model while another
-#: captures it, with leaves of its own: the gradients would be those of these leaves.
-_one_call = threading.RLock()
-
-
-class _State:
-    """All that a model's kernels depend on besides the arguments of a call, and the calls captured in it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)  # which is the key by which this is found
-        _, *self._parts = model.modules()
-        self._as_they_were = [(Assumed.of(each), _runs(each)) for each in model.modules()]
-        # Kept, so that their ids stay their own.
-        self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
-        self._trained = [p for p in self._parameters if p.requires_grad]
-        self._seen: dict[Any, int] = {}
-        self._captured: dict[Any, _Captured | None] = {}
-
-    def is_now(self) -> bool:
-        """Whether the model is in this state."""
-        model = self._model()
-        assert model is not None  # it is being called
-        pairs = zip((model, *self._parts), self._as_they_were, strict=True)
-        return all(_runs(module) == runs and assumed.holds(module) for module, (assumed, runs) in pairs)
-
-    def call(self, forward: Any, args: Any, kwargs: Any) -> Any:
-        key = (*map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()), _modes())
-        if key not in self._captured:
-            self._seen[key] = self._seen.get(key, 0) + 1
-            if self._seen[key] < _CALLS or len(self._captured) >= _MOST_GRAPHS:
+            known = self._known(module, forward, args, kwargs)
+            # The activations of the last replay may still be needed.
+            if known is None or known.node() is not None:
                 return forward(*args, **kwargs)
-            self._captured[key] = self._capture(forward, args, kwargs)
-        captured = self._captured[key]
-        if captured is None or captured.is_waiting():
-            return forward(*args, **kwargs)
-        return captured.replay((*args, *kwargs.values()))
+            return known.replay(tensors)
 
-    def _capture(self, forward: Any, args: Any, kwargs: Any) -> _Captured | None:
-        try:
-            device = next(leaf.device for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
-            model = self._model()
-            assert model is not None  # it is being called
-            kept = _unchanged(self._buffers)
-            # A capture that fails leaves its own stream the current one.
-            here = torch.cuda.stream(torch.cuda.current_stream(device))
-            with torch.cuda.device(device), here, kept, _leaves_of_our_own(model) as leaves:
-                return _Captured(forward, args, kwargs, [leaves[p] for p in self._trained], self._trained)
-        except RuntimeError as error:
-            warnings.warn(f"this call cannot be captured and runs as it was: {error}", stacklevel=4)
-            return None
+    def _known(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> _Captured | None:
+        """This call, captured, if it has been by now. Once the model is another, none has been."""
+        if not self._holds():
+            self._holds, self._calls = as_it_is(model), {}
+        leaves = (*args, *kwargs.values())
+        key = (*kwargs, *map(_kind, leaves), *map(_modes, model.modules()), _switches())
+        known = self._calls.get(key, 0)
+        if isinstance(known, int):
+            self._calls[key] = known + 1
+            captured = sum(not isinstance(each, int) for each in self._calls.values())
+            if known + 1 != _CALLS or captured >= _MOST_GRAPHS:
+                return None
+            self._calls[key] = known = _capture(model, forward, args, kwargs)
+        return known
 
 
-def _runs(module: nn.Module) -> Any:
-    """What a call of a module runs, and on what: its class, mode, what was put in place of its ``forward``,
-    hooks, parts and tensors."""
+def as_it_is(model: nn.Module) -> Callable[[], bool]:
+    """What tells whether a model still runs the same, on the same tensors."""
+    then = [(module, Assumed.of(module), _runs(module)) for module in model.modules()]
+    return lambda: all(
+        _runs(module)[1] == runs and assumed.holds(module) for module, assumed, (_, runs) in then
+    )
+
+
+def _runs(module: nn.Module) -> tuple[list[Any], list[Any]]:
+    """What a call of a module runs, and on what: its class, what was put in place of its ``forward``,
+    behaviours, parts, tensors; and what they are known by, with hooks and the tensors' memory. Who keeps the
+    former keeps others from being known by the same."""
     own = vars(module)
-    forward, compiled = own.get("forward"), own.get("_compiled_call_impl")
-    how = type(module), module.training, id(forward), behaviours(module), id(compiled), has_hooks(module)
-    tensors = [
-        None if tensor is None else (id(tensor), tensor.data_ptr(), tensor.requires_grad)
-        for held in (module._parameters, module._buffers)
-        for tensor in held.values()
-    ]
-    return how, list(module._modules.values()), tensors
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    how = type(module), own.get("forward"), own.get("_compiled_call_impl"), *behaviours(module)
+    objects = [*how, *module._modules.values(), *tensors]
+    memory = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+    return objects, [*map(id, objects), has_hooks(module), *memory]
+
+
+def _modes(module: nn.Module) -> Any:
+    """What of a module may change between a call and another."""
+    return module.training, *(p.requires_grad for p in module._parameters.values() if p is not None)
 
 
 def _kind(value: Any) -> Any:
-    """What must be the same for a captured call to be repeated."""
+    """What is the same of an argument."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
     return type(value), value
 
 
-def _modes() -> Any:
+def _switches() -> Any:
     """What PyTorch's switches say, and who asks."""
     cudnn: Any = torch.backends.cudnn
     cuda: Any = torch.backends.cuda
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
         # What older switches set, too; those cannot be read where somebody used these.
-        cuda.matmul.fp32_precision,
-        cudnn.conv.fp32_precision,
-        cudnn.rnn.fp32_precision,
-        torch.are_deterministic_algorithms_enabled(),
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        (cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision),
+        (torch.are_deterministic_algorithms_enabled(), cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         # Which attention kernels may be taken: ``torch.nn.attention.sdpa_kernel`` sets these.
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()),
         cuda.math_sdp_enabled(),
         # Another thread, or stream, would write to the memory of a replay that still runs.
-        threading.get_ident(),
-        torch.cuda.current_stream().cuda_stream,
+        (threading.get_ident(), torch.cuda.current_stream().cuda_stream),
     )
 
 
-@contextmanager
-def _unchanged(buffers: list[torch.Tensor]) -> Iterator[None]:
-    """After the block buffers and random numbers are as before."""
-    kept = [buffer.clone() for buffer in buffers]
-    random = torch.cuda.get_rng_state()
+# ---- the capture -------------------------------------------------------------------------------
+
+
+_Leaves = dict[nn.Parameter, nn.Parameter]
+
+
+def _capture(model: nn.Module, forward: Any, args: Any, kwargs: Any) -> _Captured | None:
+    """A call as graphs; None, with a warning, where it cannot be."""
     try:
-        yield
-    finally:
-        torch.cuda.set_rng_state(random)
-        with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
+        require_capturable(model)  # it may have hooks by now
+        device = next(leaf.device for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        # A capture that fails leaves its own stream the current one.
+        here = torch.cuda.stream(torch.cuda.current_stream(device))
+        with torch.cuda.device(device), here, torch.random.fork_rng([device]), _aside(model) as leaves:
+            return _Captured(forward, args, kwargs, leaves)
+    except (RuntimeError, RefusedError) as error:
+        warnings.warn(f"this call cannot be captured and runs as it was: {error}", stacklevel=4)
+        return None
 
 
 @contextmanager
-def _leaves_of_our_own(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """Within the block the model computes with other leaves on the memory of its parameters.
+def _aside(model: nn.Module) -> Iterator[_Leaves]:
+    """Within the block the model computes with other leaves, by the parameters on whose memory they are; what
+    it writes to buffers is taken back.
 
     A leaf accumulates its gradient on the stream where it was first used, for as long as the graph of any
     call is alive (that of the last loss is); a capture on another stream would have to wait for that one.
     """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     leaves = {p: nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     # By attribute: recurrent layers keep a second list of their weights.
@@ -267,6 +247,9 @@ def _leaves_of_our_own(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Param
     finally:
         for module, name, parameter in held:
             setattr(module, name, parameter)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 class _Captured:
@@ -274,99 +257,79 @@ class _Captured:
 
     Args:
         forward, args, kwargs: The call.
-        leaves: What it computes with: leaves on the memory of ``trained``.
-        trained: The parameters that get the gradients.
+        leaves: What it computes with, by the parameters that get the gradients.
     """
 
-    def __init__(
-        self, forward: Any, args: Any, kwargs: Any, leaves: list[nn.Parameter], trained: list[nn.Parameter]
-    ) -> None:
+    def __init__(self, forward: Any, args: Any, kwargs: Any, leaves: _Leaves) -> None:
         with torch.inference_mode(False):  # where tensors know when they are written to
-            own_args, own_kwargs = tree_map_only(torch.Tensor, _own, (args, kwargs))
-        self.inputs = [leaf for leaf in (*own_args, *own_kwargs.values()) if isinstance(leaf, torch.Tensor)]
-        self.sources = [*(leaf for leaf in self.inputs if leaf.requires_grad), *leaves]
-        self.trained = trained
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), (args, kwargs)
+            )
+        self.inputs = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+        self.trained = [parameter for parameter in leaves if parameter.requires_grad]
+        self.sources = [each for each in (*self.inputs, *leaves.values()) if each.requires_grad]
+        #: What may still run the backward pass of the last replay.
+        self.node: Callable[[], Any] = _none
         versions = [each._version for each in self.inputs]
-        #: Of the call whose backward pass may come: it lives as long as its node.
-        self.ticket: weakref.ref[_Ticket] | None = None
 
-        def run() -> Any:
+        def run() -> tuple[list[Any], Any]:
             # Cached casts of the weights would be those of the capture for ever.
-            with torch.autocast(
-                "cuda",
-                torch.get_autocast_dtype("cuda"),
-                torch.is_autocast_enabled("cuda"),
-                cache_enabled=False,
-            ):
-                return forward(*own_args, **own_kwargs)
+            dtype, is_on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+            with torch.autocast("cuda", dtype, is_on, cache_enabled=False):
+                outputs, spec = tree_flatten(forward(*args, **kwargs))
+            others = [output for output in outputs if not isinstance(output, torch.Tensor)]
+            refuse(others, "it returns something that is no tensor")
+            # Parameters of one that no loss is made of get no gradient, and not one of zeros.
+            graded = [output for output in outputs if output.requires_grad]
+            refuse(graded[1:], "it returns several tensors with gradients")
+            refuse([each._version for each in self.inputs] != versions, "it writes to what it is given")
+            return outputs, spec
 
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
-                outputs = tree_flatten(run())[0]
-                if not all(isinstance(output, torch.Tensor) for output in outputs):
-                    raise RuntimeError("it returns something that is no tensor")
-                if sum(output.requires_grad for output in outputs) > 1:
-                    # Parameters of one that no loss is made of get no gradient, and not one of zeros.
-                    raise RuntimeError("it returns several tensors with gradients")
-                if [each._version for each in self.inputs] != versions:
-                    raise RuntimeError("it writes to what it is given")
-                self._gradients(outputs)
+                outputs, _ = run()
+                self._gradients(outputs, [torch.zeros_like(each) for each in outputs if each.requires_grad])
             del outputs
         torch.cuda.current_stream().wait_stream(stream)
 
         self.forward_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.forward_graph, capture_error_mode="thread_local"):
-            self.outputs, self.spec = tree_flatten(run())
-        self.output_gradients = [torch.zeros_like(o) for o in self.outputs if o.requires_grad]
-        self.backward_graph: torch.cuda.CUDAGraph | None = None
-        if self.output_gradients:
-            self.backward_graph = torch.cuda.CUDAGraph()
-            pool = self.forward_graph.pool()
+            outputs, self.spec = run()
+        self.differentiable = [output.requires_grad for output in outputs]
+        self.given = [torch.zeros_like(output) for output in outputs if output.requires_grad]
+        if self.given:
+            self.backward_graph, pool = torch.cuda.CUDAGraph(), self.forward_graph.pool()
             with torch.cuda.graph(self.backward_graph, pool=pool, capture_error_mode="thread_local"):
-                self.gradients = self._gradients(self.outputs, self.output_gradients)
-        self.differentiable = [output.requires_grad for output in self.outputs]
-        self.outputs = [output.detach() for output in self.outputs]
+                self.gradients = self._gradients(outputs, self.given)
+        self.outputs = [output.detach() for output in outputs]
 
-    def _gradients(self, outputs: list[torch.Tensor], given: Sequence[torch.Tensor] = ()) -> Any:
-        """Of all sources, from ``given`` ones of outputs, or zeros."""
+    def _gradients(self, outputs: list[torch.Tensor], given: list[torch.Tensor]) -> Any:
+        """Of all sources, from those of the outputs that have one."""
         graded = [output for output in outputs if output.requires_grad]
-        given = given or [torch.zeros_like(output) for output in graded]
         return torch.autograd.grad(graded, self.sources, given, allow_unused=True) if graded else ()
 
-    def is_waiting(self) -> bool:
-        """Whether the activations of the last replay may still be needed."""
-        return self.ticket is not None and self.ticket() is not None
-
-    def replay(self, leaves: tuple[Any, ...]) -> Any:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        with torch.no_grad():
-            torch._foreach_copy_(self.inputs, tensors)
-        if self.backward_graph is None:
-            self.forward_graph.replay()
-            outputs = [output.clone() for output in self.outputs]
-        else:
-            sources = [*(leaf for leaf in tensors if leaf.requires_grad), *self.trained]
-            outputs = list(_Replay.apply(self, *sources))  # type: ignore[no-untyped-call]
-        return tree_unflatten(outputs, self.spec)
+    def replay(self, tensors: list[torch.Tensor]) -> Any:
+        """What the call returns for these inputs."""
+        sources = [*(tensor for tensor in tensors if tensor.requires_grad), *self.trained]
+        outputs = _Replay.apply(self, tensors, *sources)  # type: ignore[no-untyped-call]
+        return tree_unflatten(list(outputs), self.spec)
 
 
-def _own(value: torch.Tensor) -> torch.Tensor:
-    """Memory of our own for an input, laid out alike."""
-    return torch.empty_like(value).copy_(value.detach()).requires_grad_(value.requires_grad)
-
-
-class _Ticket:
-    """Lives as long as the backward pass of a replay can come."""
+def _none() -> None:
+    """In place of a reference to what is gone."""
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, captured: _Captured, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, captured: _Captured, inputs: list[torch.Tensor], *sources: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        torch._foreach_copy_(captured.inputs, inputs)
         captured.forward_graph.replay()
-        ctx.captured, ctx.ticket = captured, _Ticket()
-        captured.ticket = weakref.ref(ctx.ticket)
+        # It lives as long as the backward pass can come.
+        ctx.captured, captured.node = captured, weakref.ref(ctx)
         outputs = tuple(output.clone() for output in captured.outputs)
         pairs = zip(outputs, captured.differentiable, strict=True)
         ctx.mark_non_differentiable(*(output for output, differentiable in pairs if not differentiable))
@@ -376,19 +339,16 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         captured = ctx.captured
-        if captured.ticket is None or captured.ticket() is not ctx.ticket:
+        if captured.node() is not ctx:
             raise RuntimeError(
                 "a second backward pass through one call, whose activations the CUDA graph has written over; "
                 "take the fix cuda-graph back (plan.undo())"
             )
-        wanted = [
-            g for g, differentiable in zip(gradients, captured.differentiable, strict=True) if differentiable
-        ]
-        torch._foreach_copy_(captured.output_gradients, wanted)
+        torch._foreach_copy_(captured.given, [*compress(gradients, captured.differentiable)])
         captured.backward_graph.replay()
-        captured.ticket = None
+        captured.node = _none
         # Copies: autograd keeps what it is given as ``.grad``, and the next replay writes over the original.
-        return None, *copies(captured.gradients)
+        return None, None, *copies(captured.gradients)
 
 
 def copies(tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
@@ -399,7 +359,3 @@ def copies(tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | No
         torch._foreach_copy_(made, known)
     fresh = iter(made)
     return (None if tensor is None else next(fresh) for tensor in tensors)
-
-
-#: By module. Not an attribute of it: its copies begin anew, on the device where they will be.
-_states: weakref.WeakKeyDictionary[nn.Module, list[_State]] = weakref.WeakKeyDictionary()

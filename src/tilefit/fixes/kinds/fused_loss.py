@@ -19,7 +19,7 @@ from tilefit.fixes.changes.behaviour import Behaviour, behaves
 from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix
 from tilefit.fixes.changes.run import Run
-from tilefit.fixes.kinds.parts import compiled
+from tilefit.fixes.kinds.parts import compiled, is_on_gpu
 from tilefit.ops import Gemm
 from tilefit.ops.dtypes import HALVES
 from tilefit.rules.flow import linear_calls
@@ -44,7 +44,7 @@ class CompiledLoss:
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if logits.is_meta:
             return _StandIn.apply(logits)  # type: ignore[no-any-return, no-untyped-call]
-        if not logits.is_cuda or torch.compiler.is_compiling():
+        if not is_on_gpu(logits) or torch.compiler.is_compiling():
             return self.loss(logits, labels, *args, **kwargs)
         return compiled(self.loss)(logits, labels, *args, **kwargs)  # type: ignore[no-any-return]
 

@@ -29,6 +29,12 @@ HOST_S = 350e-6
 _BACKEND = "inductor"
 
 
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU in truth. A capture answers ``is_cuda`` for all, and ``torch.compile``
+    with the function itself: that would be kept as what is compiled."""
+    return tensor.is_cuda and not (tensor.is_meta or tensor.is_cpu)
+
+
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function, compiled once: a class's ``forward`` for all its modules, whose parameters are inputs."""
@@ -63,7 +69,7 @@ def _is_random(name: str) -> bool:
 
 
 def _is_on_gpu(tensor: torch.Tensor | None) -> bool:
-    return tensor is None or (tensor.is_cuda and type(tensor) in PLAIN)
+    return tensor is None or (is_on_gpu(tensor) and type(tensor) in PLAIN)
 
 
 @fix("compile-parts", "PRC004", compiles_parts=True)

@@ -93,8 +93,8 @@ def compile_model(context: Context) -> Found:
     faster, with the changes that only a compiled model calls for
     (:meth:`~tilefit.fixes.changes.fix.ChangeSet.together`); the others are then priced once more, on top of
     it. Its gain is the fusion of streaming operations and the compiler's own padding of misaligned products;
-    convolutions it does not pad. What runs as it was written under the compiler (``fuse-attention``,
-    ``merge-projections``) is priced so.
+    convolutions it does not pad. What runs as it was written under the compiler (``fuse-attention``) is
+    priced so.
 
     With ``mode="reduce-overhead"``, for models whose kernels the host cannot launch fast enough, it also
     replays them as CUDA graphs. What a call returns, and gradients, are then copies (memory for twice the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,9 +20,6 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only
 
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
-from tilefit.fixes.changes.assumed import Assumed
-from tilefit.fixes.changes.behaviour import behaviours, changes
-from tilefit.fixes.changes.region import Region
 
 #: Gradients in fp16 are computed of the loss times this, as in training, and divided by it: as they are, most
 #: would be below the smallest numbers that fp16 holds in full precision.
@@ -301,56 +298,16 @@ def _load_others(trial: Trial, model: nn.Module, inputs: Any) -> None:
     model.load_state_dict({k: 1.5 * v if v.is_floating_point() else v for k, v in state.items()})
 
 
-def _part(trial: Trial, model: nn.Module, path: str, within: str | None) -> Told:
-    """A call of a part by itself, or by a module around it that calls nothing else."""
-    part = model.get_submodule(path)
-    parent = part if within is None else model.get_submodule(within)
-    how = f"{path} alone" if within is None else f"{path} within {within!r}"
-    model.zero_grad()
-    args, kwargs = given = trial.fresh(trial.parts[path], grad=True)
-    with nullcontext() if within is None else _reaching(parent, part, args, kwargs):
-        output = part(*args, **kwargs) if within is None else parent()
-    yield path if within is None else how, output
-    for what, tree in trial.gradients(model, replace(trial, loss=None).loss_of(output), given):
-        yield f"{what}, {how}", tree
-
-
 @_scenario("parts called by themselves", most=_MANY)
 def _parts_alone(trial: Trial, model: nn.Module) -> Told:
     _load_others(trial, model, trial.fresh())
     for path in trial.parts:
-        yield from _part(trial, model, path, None)
-
-
-@_scenario("calls that reach one part", most=_MANY)
-def _parts_reached(trial: Trial, model: nn.Module) -> Told:
-    for path in trial.parts:
-        nearest = [above.rpartition(".")[0] for above in (path, path.rpartition(".")[0]) if above]
-        for above in nearest:  # others differ from them by nothing that a part sees
-            yield from _part(trial, model, path, above)
-
-
-@contextmanager
-def _reaching(parent: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """Within the block a call of a module calls one of its parts and nothing else. Of its behaviours only
-    regions run: others need its real arguments."""
-    kept, changed = type(parent), changes(parent)
-    regions = tuple(each for each in behaviours(parent) if isinstance(each, Region))
-
-    class Reaching(kept):  # type: ignore[misc, valid-type]
-        def forward(self) -> Any:
-            return part(*args, **kwargs)
-
-    parent.__class__ = Reaching
-    before = dict(vars(changed)) if changed is not None else {}
-    if before:
-        vars(changed).update(assumed=Assumed.of(parent), behaviours=regions)
-    try:
-        yield
-    finally:
-        parent.__class__ = kept
-        if before:
-            vars(changed).update(before)
+        model.zero_grad()
+        args, kwargs = given = trial.fresh(trial.parts[path], grad=True)
+        output = model.get_submodule(path)(*args, **kwargs)
+        yield path, output
+        for what, tree in trial.gradients(model, replace(trial, loss=None).loss_of(output), given):
+            yield f"{what}, {path} alone", tree
 
 
 @_scenario("parts given wrong sizes", most=_MANY)

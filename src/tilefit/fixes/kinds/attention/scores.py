@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilefit.fixes.changes.assumed import OF_MODULES
-from tilefit.fixes.changes.calls import PLAIN, autocast_dtype, offered, still
-from tilefit.fixes.changes.region import packing
+from tilefit.fixes.changes.calls import PLAIN, autocast_dtype, offered, packing, still
 from tilefit.fixes.kinds.attention.constants import Constants
 
 #: The fused kernels stop here (PyTorch, ATen/native/transformers/cuda/sdp_utils.cpp).

@@ -6,6 +6,7 @@ channels here. Every module takes and gives the channels it always had.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tilefit.capture.layouts import is_channels_last
 from tilefit.fixes.changes.behaviour import Behaviour, RefusedError, behaviours, require_changeable
-from tilefit.fixes.changes.calls import is_transformed, product_dtype
-from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.calls import is_transformed, packing, product_dtype
 from tilefit.fixes.changes.fix import ChangeSet
-from tilefit.fixes.changes.modules import require_plain, require_unparametrized, submodule
-from tilefit.fixes.changes.region import Region
-from tilefit.fixes.changes.run import Run
+from tilefit.fixes.changes.modules import require_plain, require_unparametrized
 from tilefit.fixes.kinds.padding.tensors import NHWC, Channels, crop, widen
 
 #: Classes whose instances do just what their class says.
@@ -152,15 +150,21 @@ def _wide(channels: int, sizes: Mapping[int, int]) -> Channels | None:
 # ---- images in NHWC ----------------------------------------------------------------------------
 
 
+class _Here(threading.local):
+    """Of each call of such a model that this thread is in, what hooked saved tensors when it began."""
+
+    def __init__(self) -> None:
+        self.packing: list[Any] = []
+
+
+_here = _Here()
+
+
 @dataclass(frozen=True)
 class InChannelsLast(Behaviour):
-    """A convolution that is given its images in NHWC, within a region; PyTorch lays out its filters alike.
-
-    Attributes:
-        region: The calls of the model.
-    """
-
-    region: Region
+    """A convolution that is given its images in NHWC within a call of the model; PyTorch lays out its filters
+    alike. Where it is checkpointed within the call it runs as it was: what is computed anew in the backward
+    pass is computed outside of it, and has to save the same tensors."""
 
     def require(self, module: nn.Module, path: str) -> None:
         require_convolution(module, path)
@@ -168,23 +172,18 @@ class InChannelsLast(Behaviour):
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert isinstance(module, _ConvNd)
         dims = len(module.kernel_size) + 2
-        compiles = torch.compiler.is_compiling()
-        if dims in NHWC and (not is_transformed() if compiles else self.region.space() is not None):
+        # The compiler is told first: it need not look at what is a thread's own.
+        is_within = torch.compiler.is_compiling() or _here.packing[-1:] == [packing()]
+        if dims in NHWC and is_within and not is_transformed():
             args = tuple(_in_nhwc(each, dims) for each in args)
         return forward(*args, **kwargs)
 
 
 def in_channels_last(modules: Sequence[str], host_s: float = 0.0) -> ChangeSet:
     """The change of convolutions that read and write their images in NHWC."""
+    behaviours = *((path, InChannelsLast()) for path in modules), ("", ContiguousOutside())
     words = f"Run {len(modules)} convolutions on images in NHWC."
-    return ChangeSet(tuple(modules), also=_laid_out, words=words, host_s=host_s)
-
-
-def _laid_out(change: ChangeSet, run: Run, edits: Edits) -> None:
-    region = ContiguousOutside()
-    edits.give(run.model, "", region)
-    for path in change.modules:
-        edits.give(submodule(run.model, path), path, InChannelsLast(region))
+    return ChangeSet(tuple(modules), behaviours=behaviours, words=words, host_s=host_s)
 
 
 def require_convolution(module: nn.Module, path: str) -> None:
@@ -207,15 +206,27 @@ def _in_nhwc(value: Any, dims: int) -> Any:
     return value if is_so else value.contiguous(memory_format=NHWC[dims])
 
 
-@dataclass(frozen=True, eq=False)
-class ContiguousOutside(Region):
-    """The region of a model in which images are laid out in NHWC; who gave none in NHWC gets none."""
+@dataclass(frozen=True)
+class ContiguousOutside(Behaviour):
+    """A model in whose calls images are laid out in NHWC; who gave none in NHWC gets none."""
+
+    def require(self, module: nn.Module, path: str) -> None:
+        require_changeable(module, path)  # some of its convolutions may be laid out already
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = super().__call__(module, forward, *args, **kwargs)
+        compiles = torch.compiler.is_compiling()
+        result = forward(*args, **kwargs) if compiles else _within(forward, args, kwargs)
         if any(isinstance(each, torch.Tensor) and _is_turned(each) for each in tree_leaves((args, kwargs))):
             return result
         return tree_map_only(torch.Tensor, _turned_back, result)
+
+
+def _within(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    _here.packing.append(packing())
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _here.packing.pop()
 
 
 def _is_turned(tensor: torch.Tensor) -> bool:
