@@ -48,6 +48,12 @@ for x, y in loader:
 """
 
 
+def _at_once(loop: str) -> list[str]:
+    (statement,) = ast.parse(loop).body
+    assert isinstance(statement, ast.For)
+    return [*at_once(statement)]
+
+
 def line_of(text: str, part: str) -> int:
     return next(number for number, line in enumerate(text.splitlines(), 1) if part in line)
 
@@ -130,6 +136,22 @@ def test_a_change_is_written_where_the_program_was_seen(
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("p for p in model.parameters()", "(p for p in model.parameters()), fused=True"),
+        ("*groups", "*groups, fused=True"),
+        ("groups,  # é, all", "groups, fused=True,  # é, all"),
+        ("\n    groups,\n    lr=1e-3,\n", "\n    groups,\n    lr=1e-3,\n    fused=True,\n"),
+        ("\n\tgroups,\n\t[{'lr': 1}]\n", "\n\tgroups,\n\t[{'lr': 1}],\n\tfused=True\n"),
+    ],
+)
+def test_an_argument_is_added_as_the_others_are_written(tmp_path: Path, old: str, new: str) -> None:
+    text = _TRAIN.replace("\n    model.parameters(), lr=1e-3\n", f"{old}\n" if "#" in old else old)
+    _, changed = written(tmp_path, "NTC003", text, "torch.optim")
+    assert changed == text.replace(old, new)
+
+
+@pytest.mark.parametrize(
     ("value", "listed"),
     [
         ("b.data", "B"),
@@ -147,11 +169,11 @@ def test_what_is_copied_into_each_parameter_is_computed_for_all(value: str, list
     loop = f"for a, b in zip(x.parameters(), y.parameters()):\n    a.data.copy_({value})"
     if listed is None:
         with pytest.raises(RefusedError):
-            [*at_once(loop, "torch")]
+            _at_once(loop)
         return
     a, b = (f"[each.data for each in {model}.parameters()]" for model in "xy")
     wanted = re.sub(r"\b[AB]\b", lambda name: a if name.group() == "A" else b, listed)
-    (text,) = at_once(loop, "torch")
+    (text,) = _at_once(loop)
     assert text == f"torch._foreach_copy_({a}, {wanted})"
     models = [torch.nn.Linear(3, 2) for _ in range(4)]
     for model, other in zip(models[:2], models[2:], strict=True):
@@ -166,7 +188,7 @@ def test_weights_are_clamped_at_once() -> None:
     loop = "for p in critic.parameters():\n    p.data.clamp_(-0.3, bound)"
     critics = [torch.nn.Linear(9, 9) for _ in range(2)]
     critics[1].load_state_dict(critics[0].state_dict())
-    for code, critic in zip((loop, "\n".join(at_once(loop, "torch"))), critics, strict=True):
+    for code, critic in zip((loop, "\n".join(_at_once(loop))), critics, strict=True):
         exec(code, {"torch": torch, "critic": critic, "bound": 0.1})
     assert "_foreach_clamp_max_" in code
     assert all(map(torch.equal, *(critic.parameters() for critic in critics)))
@@ -309,7 +331,7 @@ def test_a_copy_of_what_may_be_written_to_is_unsafe(tmp_path: Path, change: Any)
         ("FOR001", "a.data.mul_", "(decay)", "(next(decays))"),
         ("FOR001", "a.data.mul_", "averaged.parameters()", "averaged"),
         ("FOR001", "a.data.mul_", "averaged.parameters()", "next(averaged).parameters()"),
-        ("FOR001", "a.data.mul_", "a.data.mul_(decay)", "a.data.mul_(decay).round_()"),
+        ("FOR001", "a.data.mul_", "a.data.mul_(decay)", "a.data.mul_(decay).bernoulli_()"),
         ("SYN001", "total +=", "total += loss.item() * len(x)", "log(total); total += len(x)"),
         ("SYN001", "total +=", "total += loss.item()", "total += [loss.item()]"),
         ("SYN001", "total +=", "total += loss.item()", "total += math.exp(loss.item())"),

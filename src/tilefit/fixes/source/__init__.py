@@ -1,1 +1,1 @@
-"""Source patches: findings answered in the user's own files. Needs the ``fix`` extra (libcst)."""
+"""Source patches: findings answered in the user's own files, by edits of their text."""

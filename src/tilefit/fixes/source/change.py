@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import ast
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import libcst as cst
-from libcst import matchers as m
-
-from tilefit.fixes.source.file import Edit
-from tilefit.fixes.source.program import Files
-from tilefit.fixes.source.syntax import Syntax
-from tilefit.rules import Finding
-from tilefit.rules.base import Context
+from tilefit.fixes.changes.fix import refuse
+from tilefit.fixes.source.file import Edit, Placed, SourceFile
 from tilefit.rules.finding import UNSAFE
-
-#: An edit with its file.
-Placed = tuple[Syntax, Edit]
-#: What stands before the first import that may be written: a docstring, imports from ``__future__``.
-_BEFORE_IMPORTS = m.SimpleStatementLine(
-    [m.Expr(m.SimpleString() | m.ConcatenatedString()) | m.ImportFrom(m.Name("__future__"))]
-)
 
 
 @dataclass(frozen=True)
@@ -28,74 +17,66 @@ class Change:
     """Edits that answer a finding.
 
     Attributes:
-        edits: One or more.
+        edits: One or more, the one that matters most first.
         summary: What is written, as short as code: ``fused=True``.
         note: What the user must know before writing it; may be empty.
         level: ``safe`` where the program computes the same for every input, else ``unsafe``.
-        line: The line of the first file that matters most; 0 for that of the first edit.
+        code: The rule it answers, once it was tried.
+        gain_s: Predicted saving per step, on top of the changes before it: the changed program was captured
+            again.
     """
 
-    edits: Sequence[Placed]
+    edits: Sequence[Edit]
     summary: str
     note: str = ""
     level: str = UNSAFE
-    line: int = 0
+    code: str = ""
+    gain_s: float = 0.0
 
     @property
     def where(self) -> str:
         """File and line: ``train.py:12``."""
-        syntax, edit = self.edits[0]
-        return f"{syntax.file.name}:{self.line or syntax.file.line_of(edit.start)}"
+        return f"{self.edits[0].file.name}:{self.edits[0].line}"
 
 
-#: ``(finding, context, files)`` to the change; raises ``RefusedError`` where it is not clear what to write.
-Write = Callable[[Finding, Context, Files], Change]
+def with_torch(file: SourceFile, text: str) -> tuple[str, list[Edit]]:
+    """A text with PyTorch as the file calls it; and the edit that imports it if the file does not."""
+    for statement in file.tree.body:
+        for alias in statement.names if isinstance(statement, ast.Import) else ():
+            if alias.name == "torch":
+                return re.sub(r"(?<![\w.])torch\.", f"{alias.asname or 'torch'}.", text), []
+    # Behind a docstring and imports from the future.
+    first_ones = ("'", '"', "from __future__")
+    first = next(each for each in file.tree.body if not ast.unparse(each).startswith(first_ones))
+    return text, [file.before(first, "import torch")] if "torch." in text else []
 
 
-def beside(syntax: Syntax, statement: cst.CSTNode, lines: Iterable[str], *, behind: bool) -> Placed:
-    """The edit that writes lines before or behind a statement, indented as it is."""
-    begin = syntax.line(statement)
-    at = syntax.line_end(statement) if behind else syntax.file.line_starts[begin - 1]
-    newline, indentation = syntax.file.newline_after(at), syntax.indentation(begin)
-    own = (f"{newline}{indentation}{line}" if behind else f"{indentation}{line}{newline}" for line in lines)
-    return syntax, Edit(at, at, "".join(own))
+def switched_on(calls: Iterable[tuple[SourceFile, ast.Call]], name: str) -> list[Edit]:
+    """The edits that give calls ``name=True``; none for one that has it.
+
+    Raises:
+        RefusedError: one gets arguments that stand elsewhere.
+    """
+    edits: list[Edit] = []
+    for file, call in calls:
+        elsewhere = any(each.arg is None for each in call.keywords)
+        refuse(elsewhere, f"the call in {file.where(call)} gets arguments that stand elsewhere")
+        arguments: list[Placed] = [*call.args, *call.keywords]
+        last = max(arguments, key=file.stop, default=call.func)
+        start, stop = file.start(last), file.stop(last)
+        is_first = last.col_offset == len(file.indentation(last.lineno))
+        if given := keyword(call, name):
+            edits += [] if ast.unparse(given) == "True" else [file.replaced(given, "True")]
+        elif not arguments:
+            edits.append(Edit(file, file.stop(call) - 1, file.stop(call) - 1, f"{name}=True"))
+        elif stop == file.stop(call):  # a generator between the call's own parentheses
+            edits += [Edit(file, start, start, "("), Edit(file, stop, stop, f", {name}=True)")]
+        else:
+            between = file.new_line(last) if is_first else " "
+            edits.append(Edit(file, stop, stop, f",{between}{name}=True"))
+    return edits
 
 
-def imported(syntax: Syntax, module: str) -> tuple[str, list[Placed]]:
-    """What the file calls a module, such as ``torch``, and the edit that imports it if the file does not."""
-    for statement in syntax.all(cst.Import):
-        for alias in statement.names:
-            if alias.evaluated_name == module and syntax.is_global(statement):
-                return alias.evaluated_alias or module, []
-    first = next(each for each in syntax.tree.body if not m.matches(each, _BEFORE_IMPORTS))
-    return module, [beside(syntax, first, [f"import {module}"], behind=False)]
-
-
-def switched_on(syntax: Syntax, call: cst.Call, name: str) -> list[Placed]:
-    """The edit that gives a call ``name=True``; none where it has it."""
-    argument = keyword(call, name)
-    if argument is None:
-        return [(syntax, _with_argument(syntax, call, f"{name}=True"))]
-    is_on = syntax.code(argument.value) == "True"
-    return [] if is_on else [(syntax, syntax.replaced(argument.value, "True"))]
-
-
-def _with_argument(syntax: Syntax, call: cst.Call, argument: str) -> Edit:
-    """The edit that adds an argument at the end of a call."""
-    if not call.args:
-        place = syntax.stop(call) - 1
-        return Edit(place, place, argument)
-    last = call.args[-1]
-    if isinstance(last.comma, cst.Comma):
-        # After the comma that is there, in the manner of the arguments before it.
-        place = syntax.stop(last.comma)
-        own_line = syntax.line(last) != syntax.line(call)
-        start = syntax.file.newline_after(place) + syntax.indentation(syntax.line(last)) if own_line else " "
-        return Edit(place, place, f"{start}{argument}{',' if own_line else ''}")
-    place = syntax.stop(last)
-    return Edit(place, place, f", {argument}")
-
-
-def keyword(call: cst.Call, name: str) -> cst.Arg | None:
-    """A call's keyword argument."""
-    return next((a for a in call.args if a.keyword is not None and a.keyword.value == name), None)
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """What a call gives a keyword."""
+    return next((each.value for each in call.keywords if each.arg == name), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,26 +11,13 @@ from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.errors import TilefitError
 from tilefit.fixes.changes.fix import RefusedError
-from tilefit.fixes.source.change import Change, Write
+from tilefit.fixes.source.change import Change
 from tilefit.fixes.source.file import Edit, SourceFile
 from tilefit.fixes.source.program import Files
+from tilefit.fixes.source.training import Write
 from tilefit.ops import Step
 from tilefit.rules import Finding
 from tilefit.rules.base import Context
-
-
-@dataclass(frozen=True)
-class Patch(Change):
-    """A change of the user's files that was tried.
-
-    Attributes:
-        code: The rule it answers.
-        gain_s: Predicted saving per step, on top of the patches before it: the changed program was captured
-            again.
-    """
-
-    code: str = ""
-    gain_s: float = 0.0
 
 
 class ByHand(NamedTuple):
@@ -50,7 +37,7 @@ class Patches:
         remaining: Codes of the findings of the changed program.
     """
 
-    made: tuple[Patch, ...] = ()
+    made: tuple[Change, ...] = ()
     by_hand: tuple[ByHand, ...] = ()
     remaining: frozenset[str] = frozenset()
 
@@ -62,10 +49,10 @@ class Patches:
         """A unified diff of all files, each in its own encoding, headed by what it does."""
         parts = []
         for file, text in self.texts().items():
-            own = [patch for patch in self.made if any(syntax.file is file for syntax, _ in patch.edits)]
-            heads = [(f"{patch.code} ({patch.level}): {patch.summary}", f"  {patch.note}") for patch in own]
-            lines = (f"# {line}\n" for head in heads for line in head if line.strip())
-            parts += [*(line.encode(file.encoding, errors="replace") for line in lines), file.diff(text)]
+            own = (change for change in self.made if any(edit.file is file for edit in change.edits))
+            heads = ([f"{each.code} ({each.level}): {each.summary}", f"  {each.note}"] for each in own)
+            parts += [f"# {line}\n".encode() for head in heads for line in head if line.strip()]
+            parts.append(file.diff(text))
         return b"".join(parts)
 
     def write(self) -> list[str]:
@@ -76,7 +63,7 @@ class Patches:
         """
         texts = self.texts()
         for file in texts:
-            file.require_unchanged()
+            file.require_writable()
         for file, text in texts.items():
             file.write(text)
         return [file.name for file in texts]
@@ -129,18 +116,17 @@ class Trial(NamedTuple):
 
 
 def propose(context: Context, trial: Trial) -> Patches:
-    """The patches that answer findings, each tried on top of those before it, until no more are worth it.
+    """The changes that answer findings, each tried on top of those before it, until no more are worth it.
 
     Args:
         context: The program's step as it is: its lines are those of the files.
         trial: Writes and tries them.
     """
-    program = context.step.program
-    made = list[Patch]()
-    #: By code, each finding with what is written for it, or why nothing is.
+    program, made = context.step.program, list[Change]()
+    #: By code, each finding that is open with what is written for it, or why nothing is.
     written: dict[str, list[tuple[Finding, Change | str]]] = {}
     while True:
-        before, found = context, trial.find(context)
+        before, found, by_hand = context, trial.find(context), list[ByHand]()
         # A changed program's step with the lines of the program in the files, which are others.
         on_lines_of_files = replace(context, step=replace(context.step, program=program))
         codes = dict.fromkeys(finding.code for finding in found)
@@ -148,33 +134,29 @@ def propose(context: Context, trial: Trial) -> Patches:
             # A line of a changed program is none of the files'.
             own = [f for f in found if f.code == code and not (made and program.was_run and f.source)]
             written[code] = [(f, trial.written(f, on_lines_of_files)) for f in own]
-        by_hand = []
         # What was left out before may be worth it on top of others.
         for finding, change in [each for code in codes for each in written.get(code, ())]:
-            if isinstance(change, str):
-                by_hand.append(ByHand(finding, change))
-            elif all(patch.edits is not change.edits for patch in made):
-                after = trial.with_one_more(made, change, context)
-                if isinstance(after, str):
-                    by_hand.append(ByHand(finding, after))
-                    continue
-                gain_s = context.estimate.time_s - after.estimate.time_s
-                made.append(Patch(**vars(change), code=finding.code, gain_s=gain_s))
-                context = after
+            after = change if isinstance(change, str) else trial.with_one_more(made, change, context)
+            if isinstance(after, str) or isinstance(change, str):
+                by_hand.append(ByHand(finding, str(after)))
+                continue
+            written[finding.code].remove((finding, change))
+            gain_s = context.estimate.time_s - after.estimate.time_s
+            made.append(replace(change, code=finding.code, gain_s=gain_s))
+            context = after
         if context is before:
-            break
-    return Patches(tuple(made), tuple(by_hand), frozenset(codes))
+            return Patches(tuple(made), tuple(by_hand), frozenset(codes))
 
 
-def texts_of(changes: Sequence[Change]) -> dict[SourceFile, str]:
+def texts_of(changes: Iterable[Change]) -> dict[SourceFile, str]:
     """The files that changes edit, with their new texts.
 
     Raises:
         RefusedError: the new text is no Python.
     """
     edits: dict[SourceFile, list[Edit]] = {}
-    for syntax, edit in (placed for change in changes for placed in change.edits):
-        edits.setdefault(syntax.file, []).append(edit)
+    for edit in (edit for change in changes for edit in change.edits):
+        edits.setdefault(edit.file, []).append(edit)
     texts = {file: file.with_edits(own) for file, own in edits.items()}
     for file, text in texts.items():
         try:

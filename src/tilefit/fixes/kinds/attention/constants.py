@@ -7,25 +7,43 @@ out about one tensor, at the price of waiting for the GPU, holds for every other
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdRef
 
-_MAKERS = frozenset("ones zeros full arange eye linspace tensor scalar_tensor".split())
+from tilefit.fixes.changes.calls import is_on_gpu
+
+_MAKERS = frozenset("ones zeros full arange eye tensor".split())
 #: Of their first argument only shape and element type matter.
 _LIKE = frozenset("ones_like zeros_like full_like new_ones new_zeros new_full".split())
 _RANDOM = frozenset(
     """rand_like randn_like randint_like bernoulli dropout multinomial normal empty_like new_empty
     native_dropout""".split()
 )
-_NUMBERS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-#: A buffer that was written to more often than this is not there to stay.
-_MOST_WRITES = 100
+#: 1, 1.0 and True are equal, but make different tensors.
+_NUMBERS = frozenset((bool, int, float, str, NoneType, EllipsisType, torch.dtype, torch.device))
 _MOST_VERDICTS = 4096
 _verdicts: dict[Any, bool] = {}
 _CHANGED = "a causal mask was changed by .data; take the fix fuse-attention back (plan.undo())"
+
+
+def found_out(key: Any, look: Callable[[], torch.Tensor]) -> bool:
+    """What was seen in the tensor with this key. The first look at it waits for the GPU."""
+    if key not in _verdicts:
+        if len(_verdicts) >= _MOST_VERDICTS:
+            _verdicts.clear()
+        _verdicts[key] = bool(look())
+    return _verdicts[key]
+
+
+def may_be_read(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values, and the host may wait for them now."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return not tensor.is_meta and not (begun and torch.cuda.is_current_stream_capturing())
 
 
 class _UnknownError(Exception):
@@ -42,27 +60,21 @@ class Constants:
     def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:
         self._keys: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         for buffer in buffers:
-            if type(buffer) is torch.Tensor and not buffer.is_inference() and buffer._version <= _MOST_WRITES:
+            if type(buffer) is torch.Tensor and not buffer.is_inference():
                 self._know(buffer, (WeakIdRef(buffer), buffer._version))
 
-    def observe(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, in_place: bool) -> None:
+    def observe(self, func: Any, args: Any, kwargs: Any, result: Any, in_place: bool) -> None:
         """Note a call of PyTorch; ``in_place``: it wrote into its first argument."""
-        if name not in _MAKERS and name not in _LIKE:
-            for arg in args:
-                if id(arg) in self._keys:
-                    break
-            else:
-                return
+        name = getattr(func, "__name__", "")
+        if name not in _MAKERS and name not in _LIKE and self._keys.keys().isdisjoint(map(id, args)):
+            return
         if not isinstance(result, torch.Tensor):
             return
-        key: Any
-        try:
+        key = None
+        with suppress(_UnknownError):
             if name in _LIKE:
-                key = (name, tuple(result.shape), result.dtype, self._key((args[1:], kwargs)))
-            else:
-                key = (func, self._key((args, kwargs)))
-        except _UnknownError:
-            key = None
+                args = (result.shape, result.dtype, *args[1:])
+            key = func, self._key((args, kwargs))
         if in_place:
             self._keys.clear()  # views of the same memory have changed with it
         if key is not None and name not in _RANDOM:
@@ -83,20 +95,13 @@ class Constants:
         key = self._key_of(mask)
         if key is None or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
             return False
-        if mask.is_meta:
-            return True
-        if not mask.is_cuda:
-            return bool(_is_causal(mask, keep, never))
-        verdict = _verdicts.get((key, keep))
-        if verdict is None:
-            if torch.cuda.is_current_stream_capturing():
-                return False  # no value can be read now
-            if len(_verdicts) >= _MOST_VERDICTS:
-                _verdicts.clear()
-            verdict = _verdicts[key, keep] = bool(_is_causal(mask, keep, never))
-        elif verdict and _is_of_buffer(key):
+        if not is_on_gpu(mask):
+            return mask.is_meta or bool(_is_causal(mask, keep, never))
+        if (key, keep) not in _verdicts:
+            return may_be_read(mask) and found_out((key, keep), lambda: _is_causal(mask, keep, never))
+        if _verdicts[key, keep] and _is_of_buffer(key):
             torch._assert_async(_is_causal(mask, keep, never), _CHANGED)
-        return verdict
+        return _verdicts[key, keep]
 
     def number(self, tensor: torch.Tensor) -> float | None:
         """The value of a tensor of one element, where that is known without waiting for a GPU."""
@@ -104,12 +109,10 @@ class Constants:
             return None
         if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not tensor.requires_grad:
             return float(tensor)
-        key = self._key_of(tensor)
-        if key is None or getattr(key[0], "__name__", "") != "full":
-            return None
-        positional, named = key[1]
-        _, fill = positional[1] if len(positional) > 1 else dict(named)["fill_value"]
-        return float(fill)
+        match self._key_of(tensor) if tensor.is_floating_point() else None:
+            case (torch.full | torch.tensor, ((*_, (_, int() | float() as fill)), _)):
+                return float(fill)
+        return None
 
     def _know(self, tensor: torch.Tensor, key: Any) -> None:
         self._keys[id(tensor)] = (weakref.ref(tensor), key)
@@ -119,20 +122,18 @@ class Constants:
         return key if ref is not None and ref() is tensor else None
 
     def _key(self, tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            key = self._key_of(tree)
-            if key is None:
-                raise _UnknownError
-            return key
-        if tree is None or tree is Ellipsis or isinstance(tree, _NUMBERS):
-            return type(tree), tree  # 1, 1.0 and True are equal, but make different tensors
+        if type(tree) in _NUMBERS:
+            return type(tree), tree
         if isinstance(tree, (list, tuple)):
             return tuple(map(self._key, tree))
         if isinstance(tree, dict):
             return tuple((name, self._key(value)) for name, value in sorted(tree.items()))
         if isinstance(tree, slice):
             return self._key((tree.start, tree.stop, tree.step))
-        raise _UnknownError
+        key = self._key_of(tree)
+        if key is None:
+            raise _UnknownError
+        return key
 
 
 def _is_of_buffer(key: Any) -> bool:
