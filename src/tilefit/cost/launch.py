@@ -69,7 +69,7 @@ OPTIMIZER_S = 24e-6
 #: gradient's way back to it (taken to be the same where CUDA graphs replay); what each of the two graphs
 #: takes besides: guards, AOTAutograd's wrapper, the thread of the backward pass; and one with convolutions
 #: beside each of these.
-#: ``benchmarks/fit_compiled.py`` finds them, of steps in turn with the reference step on H100s and H200s and
+#: ``benchmarks/fit_compiled.py`` finds about these, of steps in turn with the reference step on H100s and H200s and
 #: of tiny ones that differ in one thing each. Of the tiny ones (``benchmarks/compiled_host.py``, which reads
 #: the clock in the running step) both graphs take 0.45 ms when steps follow each other; after something else,
 #: which left nothing of it in the caches, 0.7 ms, as much as where all caches are overwritten.
