@@ -69,13 +69,14 @@ OPTIMIZER_S = 24e-6
 #: gradient's way back to it (taken to be the same where CUDA graphs replay); what each of the two graphs
 #: takes besides: guards, AOTAutograd's wrapper, the thread of the backward pass; and one with convolutions
 #: beside each of these.
-#: ``benchmarks/fit_compiled.py`` finds about these, of steps in turn with the reference step on H100s and H200s and
-#: of tiny ones that differ in one thing each. Of the tiny ones (``benchmarks/compiled_host.py``, which reads
-#: the clock in the running step) both graphs take 0.45 ms when steps follow each other; after something else,
-#: which left nothing of it in the caches, 0.7 ms, as much as where all caches are overwritten.
-#: Kernels take 11 to 13 us, products 13, a convolution and its gradients 37 and 62, attention 60, a tensor
-#: that is saved 8 and one that is read 5, a parameter 8 beside the optimizer: in real models, whose kernels
-#: and layers are all different, attention and what is saved take more.
+#: ``benchmarks/fit_compiled.py`` finds about these, of steps in turn with the reference step on H100s, of
+#: older ones on an H200, and of tiny ones that differ in one thing each. Of the tiny ones
+#: (``benchmarks/compiled_host.py``, which reads the clock in the running step) both graphs take 0.45 ms when
+#: steps follow each other; after something else, which left nothing of it in the caches, 0.7 ms, as much as
+#: where all caches are overwritten. Kernels take 11 to 13 us, products 13, a convolution and its gradients 37
+#: and 62, attention 60, a tensor that is saved 8 and one that is read 5, a parameter 8 beside the optimizer:
+#: in real models, whose kernels and layers are all different, attention and what is saved take more. That a
+#: step takes longer with convolutions, however many, is of real models alone, and not explained.
 COMPILED_KERNEL_S = 12e-6
 COMPILED_CALL_S = {"gemm": 10.5e-6, "conv": 37e-6, "attention": 80e-6}
 COMPILED_OTHER_S = 26e-6
