@@ -12,7 +12,7 @@ from torch import nn
 import tilefit
 from tilefit.fixes import Plan
 from tilefit.fixes.changes.behaviour import changes
-from tilefit.fixes.kinds.padding.layers import CONVOLUTIONS, Fitted, by_itself
+from tilefit.fixes.kinds.padding.layers import CONVOLUTIONS, Fitted, refitted
 
 
 def fixed(model: nn.Module, inputs: Any, **options: Any) -> Plan:
@@ -33,5 +33,5 @@ def fixed(model: nn.Module, inputs: Any, **options: Any) -> Plan:
 def fitted(model: nn.Module, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> dict[str, Fitted]:
     """What every convolution does, by path, so that these numbers of channels are padded."""
     whole = [(path, m) for path, m in model.named_modules() if type(m) in CONVOLUTIONS and m.groups == 1]
-    found = {path: by_itself(module, sizes, inputs) for path, module in whole}  # type: ignore[arg-type]
+    found = {path: refitted(module, sizes, inputs) for path, module in whole}  # type: ignore[arg-type]
     return {path: wide for path, wide in found.items() if wide is not None}

@@ -19,7 +19,7 @@ from tilefit.capture.torchvision_import import tolerated
 from tilefit.cost import estimate_step
 from tilefit.cost.priced import resolve
 from tilefit.fixes import ChangeSet, Context, Refusal, RefusedError, Run
-from tilefit.fixes.changes.behaviour import behaves
+from tilefit.fixes.changes.behaviour import behaves, behaviours
 from tilefit.fixes.kinds.padding.channels import pad_channels
 from tilefit.fixes.kinds.padding.layers import Fitted
 from tilefit.fixes.kinds.padding.layers import padded as pad
@@ -295,7 +295,7 @@ def test_numbers_can_be_padded_one_after_the_other() -> None:
     fixed = copy.deepcopy(original)
     for sizes in ({9: 16}, {9: 16, 6: 8}, {9: 16, 6: 8, 12: 16}):
         change(fixed, sizes).apply(Run(fixed))
-    assert [Fitted.of(m) for m in fixed.modules()] == [Fitted.of(m) for m in padded(original).modules()]
+    assert [*map(behaviours, fixed.modules())] == [*map(behaviours, padded(original).modules())]
     assert tilefit.verify(original, fixed, torch.randn(IMAGES)).ok
 
 

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fixing import fitted
 from tilefit.fixes import Run
-from tilefit.fixes.kinds.padding.layers import by_itself
 from tilefit.fixes.kinds.padding.layers import padded as pad
+from tilefit.fixes.kinds.padding.layers import refitted
 
 SIZES = {13: 16, 21: 24}
 
@@ -53,7 +53,7 @@ def padded(model: nn.Module) -> nn.Module:
     made |= {
         path: wide
         for path, layer in changed.named_modules()
-        if isinstance(layer, nn.Linear) and (wide := by_itself(layer, SIZES, SIZES)) is not None
+        if isinstance(layer, nn.Linear) and (wide := refitted(layer, SIZES, SIZES)) is not None
     }
     pad(made, "").apply(Run(changed))
     return changed

@@ -111,10 +111,7 @@ def _attended(module: nn.MultiheadAttention, dtype: torch.dtype, call: _Call) ->
     ]
     if module.in_proj_bias is not None:
         tensors += [(module.in_proj_bias.view(3, heads, size), {2: head}), (module.out_proj.bias, {0: width})]
-    real = [
-        (t, {at: channels for at, channels in p.items() if channels[0] < channels[1]}) for t, p in tensors
-    ]
-    made = [*widen(real, dtype, watched=[t for t, _ in real])]
+    made = widen(tensors, dtype, watched=[t for t, _ in tensors])
     weight, out, *made = made
     first, last = made[len(inputs) :] or (None, None)
     # Of one input all at once; of two the queries of the first.
@@ -133,7 +130,7 @@ def _attended(module: nn.MultiheadAttention, dtype: torch.dtype, call: _Call) ->
     )
     y = y.transpose(1, 2) if module.batch_first else y.permute(2, 0, 1, 3)
     y = F.linear(y.flatten(-2), out.flatten(1), last)
-    return crop(y, 2, width) if width[0] < width[1] else y
+    return crop(y, 2, width)
 
 
 def _wide(size: int) -> Channels:

@@ -12,7 +12,7 @@ from tilefit.cost import estimate
 from tilefit.fixes.changes.behaviour import behaviours, is_replaced
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix, refuse
 from tilefit.fixes.changes.modules import fewest_rows, require_plain, submodule
-from tilefit.fixes.kinds.padding.layers import CONVOLUTIONS, Fitted, Layer, by_itself, channels_of, padded
+from tilefit.fixes.kinds.padding.layers import CONVOLUTIONS, Fitted, Layer, padded, refitted
 from tilefit.fixes.kinds.padding.tensors import LAYER_S
 from tilefit.ops import FORWARD, Conv, Gemm, Streaming
 from tilefit.ops.dtypes import size_bytes
@@ -47,36 +47,30 @@ def pad_channels(context: Context) -> Found:
     ``benchmarks/rare_fixes.py``). Grouped ones are left alone.
     """
     step, model = context.step, context.run.model
+    misaligned = channels_rule.misaligned(step)
     if context.run.options.compile and (apart := _depthwise(model)):
-        odd_ones = [index for found in channels_rule.misaligned(step).values() for index in found]
-        paths = tuple(dict.fromkeys(step.ops[index].site.module for index in odd_ones))
-        if paths:
+        indices = [index for found in misaligned.values() for index in found]
+        if paths := tuple(dict.fromkeys(step.ops[index].site.module for index in indices)):
             yield Refusal(
                 paths, f"compiled, beside depthwise convolutions ({apart}) it was measured to lose time"
             )
         return
     odd: dict[int, str] = {}
-    for (channels, dtype), indices in channels_rule.misaligned(step).items():
+    for (channels, dtype), indices in misaligned.items():
         if _promises(context, channels_rule.padded(context, channels, dtype, indices)[1]):
             yield from _refusals(context, indices)
             odd.update(dict.fromkeys(channels, dtype))
-    few: dict[int, list[int]] = {}
+    few = set()
     for indices in first_rule.few_channels(step).values():
         op = step.ops[indices[0]].op
         assert isinstance(op, Conv)
-        few[op.in_channels] = [
-            new for new, ops in first_rule.padded(step, indices).items() if _promises(context, ops)
-        ]
-    if not odd and not any(few.values()):
-        return
-    sizes, inputs = _present(model)
+        few.add(op.in_channels)
+        for new, ops in first_rule.padded(step, indices).items():
+            if _promises(context, ops):
+                yield from _candidate(model, {}, {op.in_channels: new})
     for chosen in _alternatives(odd):
         # A first layer's few channels are another matter.
-        read = {old: new for old, new in chosen.items() if old not in few}
-        yield from _candidate(model, chosen, sizes | chosen, inputs | read)
-    for old in few:
-        for new in few[old]:
-            yield from _candidate(model, {old: new}, sizes, inputs | {old: new})
+        yield from _candidate(model, chosen, {old: new for old, new in chosen.items() if old not in few})
 
 
 def _depthwise(model: nn.Module) -> str:
@@ -87,15 +81,10 @@ def _depthwise(model: nn.Module) -> str:
 
 def _alternatives(found: Mapping[int, str]) -> Iterator[dict[int, int]]:
     """What numbers of channels could be padded to: all to multiples of so many bytes; each by itself."""
-    seen = []
     for multiple_bytes in _MULTIPLES_BYTES:
-        chosen = {old: pad(old, multiple_bytes // size_bytes(dtype)) for old, dtype in found.items()}
-        if chosen and chosen not in seen:
-            seen.append(chosen)
-            yield chosen
-    if len(found) > 1:
-        for old, dtype in found.items():
-            yield {old: pad(old, _MULTIPLES_BYTES[1] // size_bytes(dtype))}
+        yield {old: pad(old, multiple_bytes // size_bytes(dtype)) for old, dtype in found.items()}
+    for old, dtype in found.items():
+        yield {old: pad(old, _MULTIPLES_BYTES[1] // size_bytes(dtype))}
 
 
 def _promises(context: Context, resized: Replaced) -> bool:
@@ -114,37 +103,23 @@ def _refusals(context: Context, indices: Iterable[int]) -> Iterator[Refusal]:
             yield Refusal((path,), refused.what)
 
 
-def _candidate(
-    model: nn.Module, chosen: Mapping[int, int], sizes: Mapping[int, int], inputs: Mapping[int, int]
-) -> Iterator[ChangeSet]:
-    """The change that pads the chosen numbers beside those that are padded already, if there is one."""
+def _candidate(model: nn.Module, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> Iterator[ChangeSet]:
+    """The change that pads these numbers in what is written and read, beside others, if there is one."""
     new: dict[str, Fitted] = {}
     for path, module in model.named_modules():
         if type(module) in CONVOLUTIONS and module.groups == 1 and not is_replaced(module):
             assert isinstance(module, Layer)
-            wide, old = by_itself(module, sizes, inputs), Fitted.of(module) or Fitted()
-            if wide and (wide.wide_in, wide.wide_out) != (old.wide_in, old.wide_out):
+            if wide := refitted(module, sizes, inputs):
                 new[path] = wide
     if new:
         where = next(iter(new)) if len(new) == 1 else f"{len(new)} modules"
-        yield padded(new, f"Pad {_in_words(chosen)} channels in {where}.", LAYER_S * len(new))
+        yield padded(new, f"Pad {_in_words({**sizes, **inputs})} channels in {where}.", LAYER_S * len(new))
 
 
 def _in_words(sizes: Mapping[int, int]) -> str:
     """Sizes, each with what it is padded to."""
     *many, last = [f"{old} to {new}" for old, new in sizes.items()]
     return f"{', '.join(many)} and {last}" if many else last
-
-
-def _present(model: nn.Module) -> tuple[dict[int, int], dict[int, int]]:
-    """The numbers that are padded already, in images that are written and in images that are read."""
-    sizes: dict[int, int] = {}
-    inputs: dict[int, int] = {}
-    for each in (behaviour for module in model.modules() for behaviour in behaviours(module)):
-        if isinstance(each, Fitted):
-            inputs |= dict([each.wide_in] if each.wide_in else [])
-            sizes |= dict([each.wide_out] if each.wide_out else [])
-    return sizes, inputs
 
 
 # ---- linear layers -------------------------------------------------------------------------------
@@ -191,21 +166,21 @@ def _paddings(context: Context, group: Group) -> Iterator[ChangeSet | Refusal]:
     alike: dict[tuple[int, int], dict[str, Fitted]] = defaultdict(dict)
     calls = {layer.module: len(layer.forward) for layer in group.layers}
     share = 1.0 if context.run.options.train else 0.6
-    attention = {p for p, m in context.run.model.named_modules() if isinstance(m, nn.MultiheadAttention)}
     for layer in group.layers:
-        if layer.module in attention:  # another fix's
-            continue
         try:
-            module = _required(context, layer)
+            module = submodule(context.run.model, layer.module)
+            if isinstance(module, nn.MultiheadAttention):  # another fix's
+                continue
+            _require(module, layer)
         except RefusedError as refused:
             yield Refusal((layer.module,), refused.what)
         else:
-            wide = by_itself(module, sizes, sizes)
-            assert wide is not None  # the group has its sizes
-            wide = replace(wide, least_rows=_least_rows(context, layer, wide))
-            alike[channels_of(module)][layer.module] = wide
-    for wides in alike.values():
-        pairs = dict(pair for each in wides.values() for pair in (each.wide_out, each.wide_in) if pair)
+            into, out = real = layer.in_features, layer.out_features
+            wide = Fitted(sizes.get(into, into), sizes.get(out, out))
+            least_rows = _least_rows(context, layer, wide)
+            alike[real][layer.module] = replace(wide, least_rows=least_rows)
+    for (into, out), wides in alike.items():
+        pairs = {size: sizes[size] for size in (out, into) if size in sizes}
         words = f"Pad the product of {listed(wides, 'linear layers')}, from {_in_words(pairs)} features."
         yield padded(wides, words, share * LAYER_S * sum(calls[path] for path in wides))
 
@@ -227,13 +202,12 @@ def _computed_weights(context: Context) -> Iterator[Refusal]:
                 yield Refusal((path,), refused.what)
 
 
-def _required(context: Context, layer: Linear) -> nn.Linear:
-    """The module of a layer.
+def _require(module: nn.Module, layer: Linear) -> None:
+    """Check that the module of a layer can be padded.
 
     Raises:
-        RefusedError: it cannot be padded.
+        RefusedError: it cannot.
     """
-    module = submodule(context.run.model, layer.module)
     require_plain(module, layer.module, nn.Linear)
     assert isinstance(module, nn.Linear)
     refuse(not layer.forward, f"the product with {layer.parameter} is not one of {layer.module}")
@@ -241,23 +215,18 @@ def _required(context: Context, layer: Linear) -> nn.Linear:
         raise RefusedError(f"{layer.module} is changed by another fix already")
     if (module.out_features, module.in_features) != (layer.out_features, layer.in_features):
         raise RefusedError(f"{layer.module} does not compute the product with {layer.parameter} itself")
-    return module
 
 
 def _least_rows(context: Context, layer: Linear, wide: Fitted) -> int:
     """The fewest rows (a power of two, or those of the step) with which the padded forward product pays."""
     op = context.step.ops[layer.forward[0]].op
     assert isinstance(op, Gemm)
-    old_in, old_out = layer.in_features, layer.out_features
-    new_in, new_out = (
-        old if channels is None else channels[1]
-        for old, channels in ((old_in, wide.wide_in), (old_out, wide.wide_out))
-    )
-    before, after = (layer.resized(op, FORWARD, *sizes) for sizes in ((old_in, old_out), (new_in, new_out)))
+    now = layer.in_features, layer.out_features
+    before, after = (layer.resized(op, FORWARD, *sizes) for sizes in (now, (wide.into, wide.out)))
     width = size_bytes(op.dtype)
 
     def pays(rows: int) -> bool:
-        elements = new_in * new_out + (rows * new_in if new_in != old_in else 0)
+        elements = wide.into * (wide.out + (rows if wide.into > layer.in_features else 0))
         copies = Streaming("copy", elements, elements * width, elements * width, op.dtype)
         after_s = sum(estimate(each, context.gpu).time_s for each in (replace(after, m=rows), copies))
         return after_s < (1 - _CLEAR) * estimate(replace(before, m=rows), context.gpu).time_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from tilefit.fixes.changes.behaviour import Behaviour, RefusedError, behaviours,
 from tilefit.fixes.changes.calls import is_transformed, packing, product_dtype
 from tilefit.fixes.changes.fix import ChangeSet
 from tilefit.fixes.changes.modules import require_plain, require_unparametrized
-from tilefit.fixes.kinds.padding.tensors import NHWC, Channels, crop, widen
+from tilefit.fixes.kinds.padding.tensors import NHWC, crop, widen
 
 #: Classes whose instances do just what their class says.
 CONVOLUTIONS: frozenset[type[nn.Module]] = frozenset(
@@ -44,21 +44,15 @@ class Fitted(Behaviour):
     """A linear layer or convolution that multiplies padded channels; its parameters keep their sizes.
 
     Attributes:
-        wide_in, wide_out: How channels lie in what it reads and in what it makes of it; None if they are not
-            padded.
+        into, out: Channels of what it multiplies and of what it makes of it: those of the layer, or more.
         least_rows: With fewer rows than this (the input's sizes but for the channels, multiplied) padding
             costs more than it saves, and the module runs as it always did.
     """
 
-    wide_in: Channels | None = None
-    wide_out: Channels | None = None
+    into: int
+    out: int
     least_rows: int = 0
     is_innermost = True
-
-    @staticmethod
-    def of(module: nn.Module) -> Fitted | None:
-        """What a module pads, if it does."""
-        return next((each for each in behaviours(module) if isinstance(each, Fitted)), None)
 
     def require(self, module: nn.Module, path: str) -> None:
         require_plain(module, path, type(module) if isinstance(module, _ConvNd) else nn.Linear)
@@ -70,44 +64,34 @@ class Fitted(Behaviour):
         assert isinstance(module, Layer)
         weight: Any = module.weight
         bias: Any = module.bias
-        dims, is_transposed = _kind(module)
+        real = channels_of(module)
+        into, out = (real[0], self.into), (real[1], self.out)
+        is_transposed = isinstance(module, _ConvNd) and module.transposed
+        dims = len(module.kernel_size) if isinstance(module, _ConvNd) else 0
+        sides = (into, out) if is_transposed else (out, into)
         dtype, axis = product_dtype(input, weight, bias), input.dim() - dims - 1
         is_known = not is_transformed() and (is_transposed or not (args or kwargs))
         is_known = is_known and (axis in (0, 1) if dims else axis >= 0)
-        if dtype is None or not is_known or not self._pads(module, input, axis):
+        is_sized = (
+            is_known and input.shape[axis] == into[0] and weight.shape[:2] == (sides[0][0], sides[1][0])
+        )
+        if dtype is None or not is_sized or input.numel() < self.least_rows * into[0]:
             return forward(input, *args, **kwargs)
-        sides = (self.wide_in, self.wide_out) if is_transposed else (self.wide_out, self.wide_in)
-        parts = [(weight, {at: channels for at, channels in enumerate(sides) if channels})]
+        parts = [(weight, {0: sides[0], 1: sides[1]})]
         watched = [weight] if input.requires_grad else []
-        if (wide_bias := None if bias is None else self.wide_out) is not None:
-            parts.append((bias, {0: wide_bias}))
-        if self.wide_in is not None:
-            parts.append((input, {axis: self.wide_in}))
+        if is_biased := bias is not None and out[0] < out[1]:
+            parts.append((bias, {0: out}))
+        if is_copied := into[0] < into[1]:
+            parts.append((input, {axis: into}))
             # Of rows that do not lie one behind the other PyTorch multiplies a copy, too.
             is_kept = dims or input.dim() < 3 or input.is_contiguous()
             watched += [input] if weight.requires_grad and is_kept else []
         is_nhwc = bool(dims and axis) and is_channels_last(input)
         weight, *made = widen(parts, dtype, nhwc=is_nhwc, watched=watched)
         # By their places: older versions of Dynamo take a list that was unpacked for a tuple.
-        x = input if self.wide_in is None else made[-1]
-        y = _product(module, x, weight, bias if wide_bias is None else made[0], *args, **kwargs)
-        return y if self.wide_out is None else crop(y, axis, self.wide_out)
-
-    def _pads(self, module: Layer, input: torch.Tensor, axis: int) -> bool:
-        """Whether there are rows enough, and the layer and what it reads have the channels they had."""
-        into, out = real = channels_of(module)
-        wides = (self.wide_in, self.wide_out)
-        return (
-            input.shape[axis] == into
-            and input.numel() >= self.least_rows * into
-            and module.weight.shape[:2] == (real if _kind(module)[1] else (out, into))
-            and all(wide is None or wide[0] == size for wide, size in zip(wides, real, strict=True))
-        )
-
-
-def _kind(layer: Layer) -> tuple[int, bool]:
-    """The spatial dimensions behind a layer's channels; whether it is a transposed convolution."""
-    return (len(layer.kernel_size), layer.transposed) if isinstance(layer, _ConvNd) else (0, False)
+        x = made[-1] if is_copied else input
+        y = _product(module, x, weight, made[0] if is_biased else bias, *args, **kwargs)
+        return crop(y, axis, out)
 
 
 def _product(
@@ -129,22 +113,18 @@ def _product(
     return function(x, weight, bias, *more)  # type: ignore[no-any-return]
 
 
-def by_itself(layer: Layer, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> Fitted | None:
-    """A layer that pads what it reads (channels of ``inputs``) and crops what it writes (those of ``sizes``);
-    None where it has none of them."""
+def refitted(layer: Layer, sizes: Mapping[int, int], inputs: Mapping[int, int]) -> Fitted | None:
+    """A layer that pads what it reads (channels of ``inputs``) and crops what it writes (those of ``sizes``),
+    beside what it pads now; None where that is all."""
     into, out = channels_of(layer)
-    wide_in, wide_out = _wide(into, inputs), _wide(out, sizes)
-    return None if wide_in is wide_out is None else Fitted(wide_in, wide_out)
+    now = next((each for each in behaviours(layer) if isinstance(each, Fitted)), Fitted(into, out))
+    wide = replace(now, into=inputs.get(into, now.into), out=sizes.get(out, now.out))
+    return None if wide == now else wide
 
 
 def padded(wides: Mapping[str, Fitted], words: str, host_s: float = 0.0) -> ChangeSet:
     """The change that pads channels in the modules of these paths."""
     return ChangeSet(tuple(wides), behaviours=tuple(wides.items()), words=words, host_s=host_s)
-
-
-def _wide(channels: int, sizes: Mapping[int, int]) -> Channels | None:
-    wide = sizes.get(channels, channels)
-    return (channels, wide) if wide > channels else None
 
 
 # ---- images in NHWC ----------------------------------------------------------------------------

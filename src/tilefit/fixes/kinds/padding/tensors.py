@@ -21,8 +21,8 @@ Places = dict[int, Channels]
 
 NHWC = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-#: Elements up to which tensors are zeroed as a whole before they are filled, and PyTorch's own functions
-#: crop, which do the same to a gradient: a GPU takes a few microseconds for it, and the host the least.
+#: Elements up to which tensors are zeroed as a whole before they are filled, and PyTorch's own function
+#: crops, which does the same to a gradient: a GPU takes a few microseconds for it, and the host the least.
 SMALL = 1 << 23
 
 #: Host time that a padded layer's Python adds to a training step beside launches, on the host of the launch
@@ -44,15 +44,16 @@ def widen(
     """Tensors in ``dtype`` with zeros behind the elements of their dimensions.
 
     Args:
-        tensors: Each with the dimensions that are padded.
+        tensors: Each with the dimensions that are padded, if there are more elements with the padding.
         dtype: Of the results.
         nhwc: Results of four or five dimensions are laid out in NHWC.
         watched: Those of them that must not be written to before the gradient is computed, unless they are
             cast: what PyTorch multiplies must not be either.
     """
+    tensors = [(t, {at: c for at, c in places.items() if c[0] < c[1]}) for t, places in tensors]
     if torch.compiler.is_compiling():
-        return [_widened(tensor.to(dtype), places) for tensor, places in tensors]
-    if torch.is_grad_enabled() and (tensors[0][0].requires_grad or any(t.requires_grad for t, _ in tensors)):
+        return [_padded(tensor.to(dtype), places) for tensor, places in tensors]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor, _ in tensors):
         only, places = zip(*tensors, strict=True)
         kept = [tensor for tensor in watched if tensor.dtype == dtype]
         return _Widen.apply((dtype, nhwc, kept), places, *only)  # type: ignore[no-any-return, no-untyped-call]
@@ -60,24 +61,16 @@ def widen(
 
 
 def crop(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
-    """The elements that a padded dimension holds, in memory of their own."""
-    if torch.compiler.is_compiling():  # the gradient of a slice would be contiguous, whatever the image is
-        return _widened(tensor, {axis: (channels[1], channels[0])})
-    if tensor.numel() > SMALL and tensor.requires_grad:
-        return _Crop.apply(tensor, axis, channels)  # type: ignore[no-any-return, no-untyped-call]
-    return _cropped(tensor, axis, channels)
+    """The elements that a dimension holds where it is padded, in memory of their own."""
+    if channels[0] == channels[1]:
+        return tensor
+    if torch.compiler.is_compiling() or tensor.numel() <= SMALL:
+        # The gradient of a slice would be contiguous, whatever the image is.
+        return _padded(tensor, {axis: (channels[1], channels[0])})
+    return _Crop.apply(tensor, axis, channels)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _cropped(tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
-    layout = NHWC[tensor.dim()] if _is_nhwc(tensor) else torch.contiguous_format
-    return tensor.narrow(axis, 0, channels[0]).clone(memory_format=layout)
-
-
-def _is_nhwc(tensor: torch.Tensor) -> bool:
-    return tensor.dim() in NHWC and tensor.is_contiguous(memory_format=NHWC[tensor.dim()])
-
-
-def _widened(tensor: torch.Tensor, places: Places) -> torch.Tensor:
+def _padded(tensor: torch.Tensor, places: Places) -> torch.Tensor:
     """In PyTorch's own function, which can be differentiated in any way and is fused by its compiler."""
     pads = [0] * (2 * tensor.dim())
     for axis, (real, wide) in places.items():
@@ -124,25 +117,25 @@ class _Widen(Function):
                 "a weight or an input was changed in place before the gradient of their product was computed"
             )
         found: list[torch.Tensor | None] = [None, None]
-        for number, (gradient, places) in enumerate(zip(gradients, ctx.places, strict=True)):
-            if gradient is not None and ctx.needs_input_grad[2 + number]:
+        for gradient, places, (dtype, contiguous) in zip(gradients, ctx.places, ctx.kinds, strict=True):
+            if gradient is not None:
                 for axis, (real, _) in places.items():
                     gradient = gradient.narrow(axis, 0, real)
-                dtype, contiguous = ctx.kinds[number]
                 # In the cast at once, and not once more where the gradient is accumulated.
                 is_image = gradient.dim() in NHWC and contiguous
                 layout = torch.contiguous_format if is_image else torch.preserve_format
-                found.append(gradient.to(dtype, memory_format=layout))
-            else:
-                found.append(None)
+                gradient = gradient.to(dtype, memory_format=layout)
+            found.append(gradient)
         return tuple(found)
 
 
 class _Crop(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: int, channels: Channels) -> torch.Tensor:
-        ctx.places, ctx.nhwc = {axis: channels}, _is_nhwc(tensor)
-        return _cropped(tensor, axis, channels)
+        layout = NHWC.get(tensor.dim())
+        ctx.nhwc = layout is not None and tensor.is_contiguous(memory_format=layout)
+        ctx.places = {axis: channels}
+        return tensor.narrow(axis, 0, channels[0]).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
