@@ -6,7 +6,6 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -24,17 +23,31 @@ OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED, _COMPILED))
 _Read = tuple[Any, str, Any]
 
 
-@cache
-def _held_outside(kind: type, forward: Callable[..., Any]) -> tuple[tuple[Any, Any], ...]:
-    """What of that can be changed itself (a dictionary of settings), with a copy of what it holds."""
-    values = (value for _, _, value in outside(kind, forward) if not isinstance(value, types.ModuleType))
-    return tuple((value, held.copy()) for value in values if (held := contents(value)) is not None)
+class _Outside:
+    """What a class's ``forward`` and the functions it calls read that is neither argument nor attribute, as
+    it is now. A copy knows what this one does; what is loaded in another process, what is so there.
+
+    Attributes:
+        reads: What is read.
+        holding: What of that can be changed itself (a dictionary of settings), with a copy of what it holds.
+    """
+
+    def __init__(self, kind: type, forward: Callable[..., Any]) -> None:
+        self._of = kind, forward
+        self.reads = _outside(kind, forward)
+        values = (value for _, _, value in self.reads if not isinstance(value, types.ModuleType))
+        self.holding = tuple((v, held.copy()) for v in values if (held := contents(v)) is not None)
+
+    def __deepcopy__(self, memo: Any) -> _Outside:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Outside, self._of
 
 
-@cache
-def outside(kind: type, forward: Callable[..., Any]) -> tuple[_Read, ...]:
-    """What a class's ``forward`` and the functions it calls read that is neither argument nor attribute: of
-    the class, of the files they are in, of modules that these import, of functions around them."""
+def _outside(kind: type, forward: Callable[..., Any]) -> tuple[_Read, ...]:
+    """Of the class, of the files that the functions are in, of modules that these import, of functions around
+    them."""
     found: dict[tuple[int, str], _Read] = {}
     waiting, seen = [forward], set()
     while waiting:
@@ -108,6 +121,8 @@ class Assumed:
         parts: Names of its parts: a parametrization, which computes a parameter anew, is one.
         names, values: Those that every module has left out.
         holding: Values that can be changed, with a copy of what they held.
+        outside: What else ``forward`` reads. Of this module, and not of its class once and for all: a plan
+            that is made after something was changed is of the module as it is by then.
         get: The values of all the names in ``vars`` of a module.
     """
 
@@ -118,6 +133,7 @@ class Assumed:
     names: tuple[str, ...]
     values: Any
     holding: tuple[tuple[Any, Any], ...]
+    outside: _Outside
     get: Callable[[Any], Any]
 
     @classmethod
@@ -125,7 +141,6 @@ class Assumed:
         """Of a module as it is now."""
         attributes = vars(module)
         kind: Any = type(module)
-        outside(kind, kind.forward)  # now, and not while a capture answers for PyTorch
         own = attributes.keys() - OF_MODULES
         size = len(attributes.keys() - {*OF_CHANGED, _COMPILED})
         if is_torchs(module):
@@ -134,9 +149,8 @@ class Assumed:
         get = itemgetter(*names) if names else _nothing
         holding = [(v, c.copy()) for v in map(attributes.get, names) if (c := contents(v)) is not None]
         parts = tuple(module._modules)
-        return cls(
-            type(module), type(module).forward, size, parts, names, get(attributes), tuple(holding), get
-        )
+        outside = _Outside(kind, kind.forward)
+        return cls(kind, kind.forward, size, parts, names, get(attributes), tuple(holding), outside, get)
 
     def holds(self, module: nn.Module) -> bool:
         """Whether a module is as it was: calls the functions that it called, with attributes as they were."""
@@ -146,7 +160,7 @@ class Assumed:
         if torch.compiler.is_compiling():  # which compiles anew for another value
             values = [self.values] if len(self.names) == 1 else self.values
             return all(getattr(module, n, None) == v for n, v in zip(self.names, values, strict=True))
-        for owner, name, value in outside(self.kind, self.forward):
+        for owner, name, value in self.outside.reads:
             if owner is None:
                 continue
             now = getattr(kind if owner is self.kind else owner, name, None)
@@ -161,8 +175,7 @@ class Assumed:
             is_same = bool(self.get(attributes) == self.values)
         except (KeyError, RuntimeError, ValueError):  # no such name; tensors compare to many values
             return False
-        held = (*_held_outside(self.kind, self.forward), *self.holding)
-        return is_same and _hold_the_same(held)
+        return is_same and _hold_the_same((*self.outside.holding, *self.holding))
 
 
 def _hold_the_same(holding: tuple[tuple[Any, Any], ...]) -> bool:
