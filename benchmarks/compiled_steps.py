@@ -109,15 +109,21 @@ def gpu_to_itself() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def when_called() -> Iterator[bool]:
-    """Say that all is compiled, wait for the turn, and have the GPU within the block: is it the last turn?"""
-    print(READY, flush=True)
+def called_after(says: str) -> str:
+    """Say that one is ready, and so on; what one is told then."""
+    print(READY, says, flush=True)
     if not (called := sys.stdin.readline()):
         sys.exit("Whoever started this is gone.")  # or it would hold the GPU's lock against others
+    return called.strip()
+
+
+@contextlib.contextmanager
+def when_called(says: str = "") -> Iterator[bool]:
+    """Say that all is compiled, wait for the turn, and have the GPU within the block: is it the last turn?"""
+    called = called_after(says)
     gc.freeze()  # or the collector looks through all of this again and again while steps are timed
     with gpu_to_itself():
-        yield called.strip() == LAST
+        yield called == LAST
 
 
 def lock_benchmarks() -> None:
@@ -373,6 +379,8 @@ class Worker:
 
     def __init__(self, label: str, command: list[str]) -> None:
         self.label = label
+        #: What it said when it was ready last.
+        self.said = ""
         self.row: dict[str, Any] | None = None
         self.ready = threading.Event()
         self.ended = threading.Event()
@@ -404,6 +412,7 @@ class Worker:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(READY):
+                self.said = line.removeprefix(READY).strip()
                 self.ready.set()
             elif line.startswith(ROW):
                 self.row = json.loads(line.removeprefix(ROW))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -16,13 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tilefit
 from tilefit.capture.torchvision_import import tolerated
 from tilefit.fixes import strip
+from tilefit.fixes.changes.behaviour import behaviours
 from tilefit.fixes.changes.fix import RefusedError
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.cuda_graph import (
     GRAPH,
     _aside,
     _capture,
-    _modes,
     _none,
     _Replay,
     _switches,
@@ -75,6 +77,16 @@ def test_refusals(make: Callable[[], nn.Module], reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
         graphed(model)
     assert type(model) is kind
+
+
+def test_a_model_on_the_cpu_is_priced_too() -> None:
+    """A capture says of its tensors that they are on a GPU, where the call would be replayed."""
+    x = torch.randn(8, 13)
+    plans = [
+        tilefit.optimize(network(), x, gpu="h200", select=["cuda-graph"], verify=False, on_cpu=on_cpu)
+        for on_cpu in (False, True)
+    ]
+    assert [fix.name for plan in plans for fix in plan.fixes] == ["cuda-graph"] * 2
 
 
 def test_models_of_libraries_are_known_but_not_those_that_look_for_objects() -> None:
@@ -190,6 +202,21 @@ def test_undo() -> None:
     assert type(model) is nn.Sequential
 
 
+def test_what_was_captured_goes_with_the_fix() -> None:
+    model = network()
+    edits = GRAPH.apply(Run(model))
+    (behaviour,) = behaviours(model)
+    behaviour._modes = as_it_is(model)
+    alive = weakref.ref(behaviour)
+    del behaviour
+    gc.disable()
+    try:
+        edits.undo()
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 def freeze(model: nn.Sequential) -> None:
     model[0].weight.requires_grad_(False)
 
@@ -216,8 +243,9 @@ def hook(model: nn.Sequential) -> None:
 
 def same(model: nn.Module) -> Callable[[], bool]:
     """Whether a captured call of a model may be repeated: it is as it was, in the modes it was in."""
-    holds, modes = as_it_is(model), [*map(_modes, model.modules())]
-    return lambda: holds() and [*map(_modes, model.modules())] == modes
+    modes = as_it_is(model)
+    then = modes()
+    return lambda: then is not None and modes() == then
 
 
 @pytest.mark.parametrize(
@@ -297,8 +325,9 @@ def test_a_state_is_another_after_a_change(later: Callable[[nn.Sequential], obje
 
 
 def test_a_state_is_another_where_a_function_was_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    holds = as_it_is(model := graphed(network()))
+    modes = as_it_is(model := graphed(network()))
     relu = F.relu
     monkeypatch.setattr(F, "relu", lambda x, inplace=False: relu(x) * 2)
-    assert not holds()
+    assert modes() is None
+    assert as_it_is(model)() is None
     assert isinstance(model, nn.Sequential)

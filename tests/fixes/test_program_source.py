@@ -136,6 +136,22 @@ def test_a_change_is_written_where_the_program_was_seen(
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("p for p in model.parameters()", "(p for p in model.parameters()), fused=True"),
+        ("*groups", "*groups, fused=True"),
+        ("groups,  # é, all", "groups, fused=True,  # é, all"),
+        ("\n    groups,\n    lr=1e-3,\n", "\n    groups,\n    lr=1e-3,\n    fused=True,\n"),
+        ("\n\tgroups,\n\t[{'lr': 1}]\n", "\n\tgroups,\n\t[{'lr': 1}],\n\tfused=True\n"),
+    ],
+)
+def test_an_argument_is_added_as_the_others_are_written(tmp_path: Path, old: str, new: str) -> None:
+    text = _TRAIN.replace("\n    model.parameters(), lr=1e-3\n", f"{old}\n" if "#" in old else old)
+    _, changed = written(tmp_path, "NTC003", text, "torch.optim")
+    assert changed == text.replace(old, new)
+
+
+@pytest.mark.parametrize(
     ("value", "listed"),
     [
         ("b.data", "B"),

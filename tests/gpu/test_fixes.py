@@ -301,6 +301,48 @@ def test_threads_capture_one_after_the_other(replays: list[int]) -> None:
         torch.testing.assert_close(found[number], expected)
 
 
+def test_training_and_evaluation_stay_captured_side_by_side(replays: list[int]) -> None:
+    original = network()
+    model = graphed(copy.deepcopy(original))
+    with torch.no_grad():
+        for x in batches(6):
+            for mode in (True, False):
+                torch.testing.assert_close(model.train(mode)(x), original.train(mode)(x))
+    assert len(replays) == 2 * (6 - 2)
+
+
+def test_hooks_that_a_part_gets_later_are_called_every_time(replays: list[int]) -> None:
+    model = graphed(network().eval())
+    for x in batches(4):
+        model(x).sum().backward()
+    before = len(replays)
+    assert before
+    seen: list[int] = []
+    model[2].register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(UserWarning, match="2 has hooks"):
+        losses = [model(x).sum() for x in batches(8)]
+    losses[-1].backward()
+    assert len(seen) == 8
+    assert len(replays) == before
+
+
+def test_what_was_captured_goes_with_the_fix(replays: list[int]) -> None:
+    model = network().eval()
+    edits = GRAPH.apply(Run(model))
+    with torch.no_grad():
+        for x in batches(4):
+            model(x)
+    assert replays
+    before = torch.cuda.memory_reserved()
+    known = len(replays)
+    edits.undo()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < before
+    with torch.no_grad():
+        model(x)
+    assert len(replays) == known
+
+
 def test_random_numbers_differ_between_replays(replays: list[int]) -> None:
     model = graphed(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda())
     (x,) = batches(1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,29 +12,24 @@ from torch import nn
 
 #: Attributes that a changed module has more than a plain one.
 OF_CHANGED = ("_tilefit", "_replicate_for_data_parallel", "__prepare_scriptable__", "forward")
-#: Where a compiled module keeps its compiled call: neither copies nor pickles have it.
-_COMPILED = "_compiled_call_impl"
 #: What every module may have for itself.
-OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED, _COMPILED))
+OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED, "_compiled_call_impl"))
 
-#: Something that code reads: of what (None where nobody can put another in its place), its name, its value.
-_Read = tuple[Any, str, Any]
+#: What is read of something: its name, its value, and a copy of what that holds, where that can be changed.
+_Read = tuple[str, Any, Any]
 
 
 class _Outside:
     """What a class's ``forward`` and the functions it calls read that is neither argument nor attribute, as
-    it is now. A copy knows what this one does; what is loaded in another process, what is so there.
+    it is now. A copy has what this one has; one that is loaded in another process, what is there.
 
     Attributes:
-        reads: What is read.
-        holding: What of that can be changed itself (a dictionary of settings), with a copy of what it holds.
+        reads: Of what is read which.
     """
 
     def __init__(self, kind: type, forward: Callable[..., Any]) -> None:
         self._of = kind, forward
         self.reads = _outside(kind, forward)
-        values = (value for _, _, value in self.reads if not isinstance(value, types.ModuleType))
-        self.holding = tuple((v, held.copy()) for v in values if (held := contents(v)) is not None)
 
     def __deepcopy__(self, memo: Any) -> _Outside:
         return self
@@ -45,10 +38,10 @@ class _Outside:
         return _Outside, self._of
 
 
-def _outside(kind: type, forward: Callable[..., Any]) -> tuple[_Read, ...]:
+def _outside(kind: Any, forward: Callable[..., Any]) -> tuple[tuple[Any, _Read], ...]:
     """Of the class, of the files that the functions are in, of modules that these import, of functions around
     them."""
-    found: dict[tuple[int, str], _Read] = {}
+    found: dict[tuple[int, str], tuple[Any, _Read]] = {}
     waiting, seen = [forward], set()
     while waiting:
         function = waiting.pop()
@@ -56,13 +49,28 @@ def _outside(kind: type, forward: Callable[..., Any]) -> tuple[_Read, ...]:
             continue
         seen.add(function)
         for owner, name, value in _read_by(function, kind):
-            found[id(function if owner is None else owner), name] = owner, name, value
+            if owner is not None:
+                found[id(owner), name] = owner, _noted(name, value)
             if owner is kind or not str(getattr(value, "__module__", "")).startswith("torch."):
                 waiting.append(value)
     return tuple(found.values())
 
 
-def _read_by(function: Any, kind: type) -> Iterator[_Read]:
+def _noted(name: str, value: Any) -> _Read:
+    held = contents(value)
+    return name, value, None if held is None else held.copy()
+
+
+def _is_still(owner: Any, read: _Read) -> bool:
+    name, value, copy = read
+    now = getattr(owner, name, None)
+    # What this package puts there for a while computes the same.
+    is_same = now is value or now == value or str(getattr(now, "__module__", "")).startswith("tilefit.")
+    return is_same and (copy is None or contents(value) == copy)
+
+
+def _read_by(function: Any, kind: type) -> Iterator[tuple[Any, str, Any]]:
+    """Of what (None where nobody can put another in its place) code reads what by name, and its value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
             yield cell, "cell_contents", cell.cell_contents
@@ -104,86 +112,47 @@ def contents(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, nn.Module | torch.Tensor | type) or callable(value):
+    if isinstance(value, nn.Module | torch.Tensor | type | types.ModuleType) or callable(value):
         return None
     return getattr(value, "__dict__", None)
 
 
-@dataclass(frozen=True, eq=False)
 class Assumed:
-    """What a module's ``forward`` may read beside arguments, parameters and parts, as it was.
+    """What a module's ``forward`` may read beside arguments, parameters and parts, as it is now.
 
     Of a module of ``torch.nn`` those are plain attributes; of others all.
 
+    Args:
+        module: The module.
+
     Attributes:
         kind, forward: The module's class, and that of the class.
-        size: How many attributes it had; -1 where more make no difference.
         parts: Names of its parts: a parametrization, which computes a parameter anew, is one.
-        names, values: Those that every module has left out.
-        holding: Values that can be changed, with a copy of what they held.
+        own: Its attributes, but for those that every module has.
         outside: What else ``forward`` reads. Of this module, and not of its class once and for all: a plan
-            that is made after something was changed is of the module as it is by then.
-        get: The values of all the names in ``vars`` of a module.
+            that is made after something was exchanged is of the module as it is by then.
     """
 
-    kind: type
-    forward: Callable[..., Any]
-    size: int
-    parts: tuple[str, ...]
-    names: tuple[str, ...]
-    values: Any
-    holding: tuple[tuple[Any, Any], ...]
-    outside: _Outside
-    get: Callable[[Any], Any]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Assumed:
-        """Of a module as it is now."""
-        attributes = vars(module)
+    def __init__(self, module: nn.Module) -> None:
         kind: Any = type(module)
-        own = attributes.keys() - OF_MODULES
-        size = len(attributes.keys() - {*OF_CHANGED, _COMPILED})
-        if is_torchs(module):
-            own, size = {name for name in own if is_plain(attributes[name])}, -1
-        names = tuple(name for name in attributes if name in own)
-        get = itemgetter(*names) if names else _nothing
-        holding = [(v, c.copy()) for v in map(attributes.get, names) if (c := contents(v)) is not None]
-        parts = tuple(module._modules)
-        outside = _Outside(kind, kind.forward)
-        return cls(kind, kind.forward, size, parts, names, get(attributes), tuple(holding), outside, get)
+        self.kind, self.forward = kind, kind.forward
+        self.outside = _Outside(kind, kind.forward)
+        self.parts = tuple(module._modules)
+        own = ((name, value) for name, value in vars(module).items() if name not in OF_MODULES)
+        self.own = [_noted(*each) for each in own if is_plain(each[1]) or not is_torchs(module)]
 
     def holds(self, module: nn.Module) -> bool:
         """Whether a module is as it was: calls the functions that it called, with attributes as they were."""
-        kind, attributes = type(module), vars(module)
-        if kind.forward is not self.forward:
-            return False
+        kind: Any = type(module)
         if torch.compiler.is_compiling():  # which compiles anew for another value
-            values = [self.values] if len(self.names) == 1 else self.values
-            return all(getattr(module, n, None) == v for n, v in zip(self.names, values, strict=True))
-        for owner, name, value in self.outside.reads:
-            if owner is None:
-                continue
-            now = getattr(kind if owner is self.kind else owner, name, None)
-            # What this package puts there for a while computes the same.
-            if now is not value and not str(getattr(now, "__module__", "")).startswith("tilefit."):
-                return False
-        more = len(OF_CHANGED) if "_tilefit" in attributes else 0
-        is_as_large = self.size in (-1, len(attributes) - more - (_COMPILED in attributes))
-        if not is_as_large or tuple(attributes["_modules"]) != self.parts:
-            return False
+            is_same = all(getattr(module, name, None) == value for name, value, _ in self.own)
+            return is_same and kind.forward is self.forward
         try:
-            is_same = bool(self.get(attributes) == self.values)
-        except (KeyError, RuntimeError, ValueError):  # no such name; tensors compare to many values
+            return (
+                kind.forward is self.forward
+                and tuple(module._modules) == self.parts
+                and all(_is_still(module, read) for read in self.own)
+                and all(_is_still(kind if owner is self.kind else owner, read) for owner, read in self.outside.reads)
+            )
+        except (RuntimeError, ValueError):  # tensors compare to many values
             return False
-        return is_same and _hold_the_same((*self.outside.holding, *self.holding))
-
-
-def _hold_the_same(holding: tuple[tuple[Any, Any], ...]) -> bool:
-    try:
-        return all(contents(value) == copy for value, copy in holding)
-    except (RuntimeError, ValueError):  # tensors compare to many values
-        return False
-
-
-def _nothing(attributes: Any) -> tuple[()]:
-    return ()

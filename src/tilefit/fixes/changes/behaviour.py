@@ -73,7 +73,7 @@ class Changed:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.assumed = Assumed.of(module)
+        self.assumed = Assumed(module)
         self.behaviours: tuple[Behaviour, ...] = ()
 
     @classmethod

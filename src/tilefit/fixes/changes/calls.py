@@ -1,9 +1,10 @@
-"""How a call of a changed module runs now: in which element type, and whether something follows it."""
+"""How a call of a changed module runs now: in which element type, and who follows it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -11,16 +12,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as nn_module
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 #: Asked once: PyTorch 2.11's compiler, asked within a call, breaks its graph there.
 _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 
 
+#: Where hooks are kept: a module's own, and those of all modules.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS: list[dict[Any, Any]] = [getattr(nn_module, f"_global{name}") for name in _HOOKS]
 #: Whose modes see functions and exchange none: those of this package, and ``with torch.device(...)``.
 _OUR_MODES = ("tilefit.", "torch.utils._device")
 #: Looked up once: it is asked in every call.
 _mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU in truth: a capture answers ``is_cuda`` so for those that are on the CPU,
+    or have shapes alone. What is kept from one call to the next must not come from one."""
+    return tensor.is_cuda and not (tensor.is_meta or tensor.is_cpu)
 
 
 def is_transformed() -> bool:
@@ -65,6 +76,23 @@ def still(known: Offered) -> Callable[[], bool]:
 def is_followed() -> bool:
     """Whether what runs is compiled, or :func:`is_transformed`."""
     return torch.compiler.is_compiling() or is_transformed()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody else sees, and may change, what goes in or out."""
+    return any(vars(module)[name] for name in _HOOKS)
+
+
+def are_all_watched() -> bool:
+    """Whether somebody else has set hooks on all modules; those of this package change nothing."""
+    hooks = chain.from_iterable(each.values() for each in _GLOBAL_HOOKS)
+    return not all(getattr(hook, "__module__", "").startswith("tilefit.") for hook in hooks)
+
+
+def is_watched_within(module: nn.Module) -> bool:
+    """Whether somebody else sees what passes between a module's parts: hooks, or the compiler."""
+    parts = (part for part in module.modules() if part is not module)
+    return are_all_watched() or any(has_hooks(part) or part._compiled_call_impl is not None for part in parts)
 
 
 def packing() -> Any:

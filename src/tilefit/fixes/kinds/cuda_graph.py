@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tilefit.fixes.changes.assumed import Assumed
 from tilefit.fixes.changes.behaviour import Behaviour, behaviours, require_changeable
+from tilefit.fixes.changes.calls import are_all_watched, has_hooks, is_on_gpu
 from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix, refuse
-from tilefit.fixes.changes.hooks import are_all_watched, has_hooks
 from tilefit.fixes.changes.run import Run
 from tilefit.rules.outside.graphs import WAITS
 
@@ -105,11 +105,11 @@ _one_call = threading.RLock()
 
 
 class Graphed(Behaviour):
-    """The module, replayed where this very call was captured. Copies of it begin anew, on the device where
-    they will be."""
+    """The module, replayed where this very call was captured. Alone among behaviours it keeps something,
+    what was captured; copies begin anew, on the device where they will be."""
 
     def __init__(self) -> None:
-        self._holds: Callable[[], bool] = lambda: False
+        self._modes: Callable[[], Any] = _none
         #: What was captured; before that, how often the call was made; None where it cannot be captured.
         self._calls: dict[Any, int | _Captured | None] = {}
 
@@ -130,8 +130,8 @@ class Graphed(Behaviour):
             not tensors
             or torch.compiler.is_compiling()
             or are_all_watched()
-            or not all(tensor.is_cuda for tensor in tensors)
             or not all(type(leaf) in (torch.Tensor, *_PLAIN) for leaf in leaves)
+            or not all(map(is_on_gpu, tensors))
             or torch.cuda.is_current_stream_capturing()
         ):
             return forward(*args, **kwargs)
@@ -144,10 +144,10 @@ class Graphed(Behaviour):
 
     def _known(self, model: nn.Module, forward: Any, args: Any, kwargs: Any) -> _Captured | None:
         """This call, captured, if it has been by now. Once the model is another, none has been."""
-        if not self._holds():
-            self._holds, self._calls = as_it_is(model), {}
-        leaves = (*args, *kwargs.values())
-        key = (*kwargs, *map(_kind, leaves), *map(_modes, model.modules()), _switches())
+        if (modes := self._modes()) is None:
+            self._modes, self._calls = as_it_is(model), {}
+            modes = self._modes()
+        key = (*map(_kind, args), *kwargs, *map(_kind, kwargs.values()), modes, _switches())
         known = self._calls.get(key, 0)
         if isinstance(known, int):
             self._calls[key] = known + 1
@@ -158,12 +158,17 @@ class Graphed(Behaviour):
         return known
 
 
-def as_it_is(model: nn.Module) -> Callable[[], bool]:
-    """What tells whether a model still runs the same, on the same tensors."""
-    then = [(module, Assumed.of(module), _runs(module)) for module in model.modules()]
-    return lambda: all(
-        _runs(module)[1] == runs and assumed.holds(module) for module, assumed, (_, runs) in then
-    )
+def as_it_is(model: nn.Module) -> Callable[[], Any]:
+    """What tells in which modes a model is, as long as it runs the same on the same tensors; else None."""
+    then = [(module, Assumed(module), _runs(module)) for module in model.modules()]
+    parameters = list(model.parameters())
+
+    def modes() -> Any:
+        if all(_runs(module)[1] == runs and assumed.holds(module) for module, assumed, (_, runs) in then):
+            return *(module.training for module, *_ in then), *(p.requires_grad for p in parameters)
+        return None
+
+    return modes
 
 
 def _runs(module: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -172,15 +177,12 @@ def _runs(module: nn.Module) -> tuple[list[Any], list[Any]]:
     former keeps others from being known by the same."""
     own = vars(module)
     tensors = [*module._parameters.values(), *module._buffers.values()]
-    how = type(module), own.get("forward"), own.get("_compiled_call_impl"), *behaviours(module)
+    # Not what keeps this: it would keep itself, and the memory of the graphs.
+    others = [each for each in behaviours(module) if not isinstance(each, Graphed)]
+    how = type(module), own.get("forward"), own.get("_compiled_call_impl"), *others
     objects = [*how, *module._modules.values(), *tensors]
     memory = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     return objects, [*map(id, objects), has_hooks(module), *memory]
-
-
-def _modes(module: nn.Module) -> Any:
-    """What of a module may change between a call and another."""
-    return module.training, *(p.requires_grad for p in module._parameters.values() if p is not None)
 
 
 def _kind(value: Any) -> Any:
@@ -318,14 +320,12 @@ class _Captured:
 
 
 def _none() -> None:
-    """In place of a reference to what is gone."""
+    """In place of what tells of something that is gone."""
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, captured: _Captured, inputs: list[torch.Tensor], *sources: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, captured: _Captured, inputs: list[torch.Tensor], *sources: Any) -> Any:
         torch._foreach_copy_(captured.inputs, inputs)
         captured.forward_graph.replay()
         # It lives as long as the backward pass can come.

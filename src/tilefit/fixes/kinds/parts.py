@@ -15,9 +15,8 @@ from torch import nn
 from tilefit.cost.lowering import is_generated
 from tilefit.fixes.changes.assumed import is_torchs
 from tilefit.fixes.changes.behaviour import Behaviour, behaves, behaviours, refuse
-from tilefit.fixes.changes.calls import PLAIN, is_followed
+from tilefit.fixes.changes.calls import PLAIN, are_all_watched, is_followed, is_on_gpu
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, fix
-from tilefit.fixes.changes.hooks import are_all_watched
 from tilefit.ops import FORWARD, OPTIMIZER
 
 #: What a compiled call takes the host in both passes beside launches: guards, AOTAutograd's way in and out.
@@ -27,12 +26,6 @@ from tilefit.ops import FORWARD, OPTIMIZER
 HOST_S = 350e-6
 #: What generates the code.
 _BACKEND = "inductor"
-
-
-def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU in truth. A capture answers ``is_cuda`` for all, and ``torch.compile``
-    with the function itself: that would be kept as what is compiled."""
-    return tensor.is_cuda and not (tensor.is_meta or tensor.is_cpu)
 
 
 @cache

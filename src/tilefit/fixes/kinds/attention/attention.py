@@ -14,9 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tilefit.fixes.changes.behaviour import Behaviour, behaves
-from tilefit.fixes.changes.calls import are_exchanged, is_followed, is_transformed
+from tilefit.fixes.changes.calls import are_exchanged, is_followed, is_transformed, is_watched_within
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, fix
-from tilefit.fixes.changes.hooks import is_watched_within
 from tilefit.fixes.changes.modules import caller, common, submodule
 from tilefit.fixes.kinds.attention.scores import Fusing, are_torchs
 from tilefit.ops import FORWARD

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdRef
 
+from tilefit.fixes.changes.calls import is_on_gpu
+
 _MAKERS = frozenset("ones zeros full arange eye tensor".split())
 #: Of their first argument only shape and element type matter.
 _LIKE = frozenset("ones_like zeros_like full_like new_ones new_zeros new_full".split())
@@ -93,7 +95,7 @@ class Constants:
         key = self._key_of(mask)
         if key is None or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
             return False
-        if not mask.is_cuda:
+        if not is_on_gpu(mask):
             return mask.is_meta or bool(_is_causal(mask, keep, never))
         if (key, keep) not in _verdicts:
             return may_be_read(mask) and found_out((key, keep), lambda: _is_causal(mask, keep, never))
