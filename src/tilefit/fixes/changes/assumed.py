@@ -147,12 +147,13 @@ class Assumed:
         if torch.compiler.is_compiling():  # which compiles anew for another value
             is_same = all(getattr(module, name, None) == value for name, value, _ in self.own)
             return is_same and kind.forward is self.forward
+        others = [(kind if owner is self.kind else owner, read) for owner, read in self.outside.reads]
         try:
             return (
                 kind.forward is self.forward
                 and tuple(module._modules) == self.parts
                 and all(_is_still(module, read) for read in self.own)
-                and all(_is_still(kind if owner is self.kind else owner, read) for owner, read in self.outside.reads)
+                and all(_is_still(owner, read) for owner, read in others)
             )
         except (RuntimeError, ValueError):  # tensors compare to many values
             return False
