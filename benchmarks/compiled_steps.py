@@ -666,8 +666,8 @@ def calls(code: str) -> dict[str, int]:
     }
 
 
-def with_calls(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Rows with the calls of the code that was kept with them (``code.tar.gz``), and their parameters."""
+def counted_calls(path: Path) -> dict[str, dict[str, collections.Counter[str]]]:
+    """By model's folder and graph, the calls of the code that was kept (``code.tar.gz``)."""
     found: dict[str, dict[str, collections.Counter[str]]] = {}
     with tarfile.open(path) as archive:
         for member in archive.getmembers():
@@ -677,6 +677,12 @@ def with_calls(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
             graph = "backward" if "tangents_1" in text or "convolution_backward" in text else "forward"
             graphs = found.setdefault(member.name.partition("/")[0], {})
             graphs.setdefault(graph, collections.Counter()).update(calls(text))
+    return found
+
+
+def with_calls(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """Rows with the calls of the code that was kept with them (``code.tar.gz``), and their parameters."""
+    found = counted_calls(path)
     known = {run.label: run for run in runs(False, True)}
     for row in rows:
         graphs = found.get(folder(row["model"]).name, {})

@@ -196,8 +196,7 @@ def one(name: str, gpu: str, variants: Sequence[str], *, predict: bool) -> dict[
         for variant, (change, run) in steps.items():
             change.__enter__()
             running[variant] = RunningStep(run)
-            once_s = running[variant].timed_s(time.perf_counter)
-            running[variant].many = max(1, min(50, round(0.15 / once_s)))
+            running[variant].fill(0.15, 50, time.perf_counter)
         for number in range(ROUNDS):
             for variant in times if number % 2 == 0 else reversed(times):
                 times[variant].append(running[variant].timed_s(time.perf_counter))

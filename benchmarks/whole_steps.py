@@ -64,6 +64,7 @@ NEWER = Path(__file__).resolve().parent / "newer_models.py"
 OTHER = Path(__file__).resolve().parent / "other_models.py"
 FRESH = Path(__file__).resolve().parent / "fresh_models.py"
 HELD = Path(__file__).resolve().parent / "held_models.py"
+YOUNG = Path(__file__).resolve().parent / "young_models.py"
 PADS = Path(__file__).resolve().parent / "padded_models.py"
 CALLS = Path(__file__).resolve().parent / "compiled_calls.py"
 
@@ -276,6 +277,14 @@ PREDICTED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [
     ("timm:edgenext_small", {"batch": 64}, False, {}),
     ("timm:levit_128", {"batch": 128}, False, {}),
     ("hf:modernbert", {"batch": 16, "seq": 512}, False, {"num_hidden_layers": 6}),
+    # From here on after tiny steps had told what the host does around a step's kernels.
+    *(
+        (f"{YOUNG}:{name}", {}, False, {})
+        for name in (
+            "windows_and_grids receptance queries gates soft_experts registers columns questions sage towers "
+            "made_networks mixture factors sums sines skip_grams"
+        ).split()
+    ),
 ]
 #: Those whose odd channels are padded, beside themselves as they are.
 PADDED: list[tuple[str, dict[str, int], bool, dict[str, int]]] = [

@@ -164,10 +164,28 @@ def test_what_a_compiled_backward_pass_is_given_takes_the_host() -> None:
         )
         return estimate_step(Step(ops, settings=Settings(compiled=compiled)), H200).host_time_s
 
-    one, two, three = host_s(1), host_s(1, 2), host_s(1, 2, 3)
+    none, one, two, three = host_s(), host_s(1), host_s(1, 2), host_s(1, 2, 3)
     assert 0 < two - one == pytest.approx(three - two)
+    # What the forward pass made was saved too: the others are parameters or inputs.
+    assert one - none > two - one
     assert host_s(1, 9) == pytest.approx(two)  # whatever is made in it later
     assert host_s(1, 2, compiled=False) == host_s(1, compiled=False)
+
+
+@pytest.mark.parametrize("phase", [FORWARD, "backward-data"])
+def test_the_first_convolution_of_a_compiled_graph_takes_the_host_more_than_the_next(phase: str) -> None:
+    conv = Conv(8, 64, 64, (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), channels_last=True)
+
+    def host_s(count: int, **replayed: bool) -> float:
+        ops = [StepOp(SMALL, each, Site()) for each in (FORWARD, "backward-data")]
+        ops += count * [StepOp(conv, phase, Site())]
+        settings = Settings(compiled=True, **replayed)
+        return estimate_step(Step(tuple(ops), settings=settings), H200).host_time_s
+
+    none, one, two, three = (host_s(count) for count in range(4))
+    assert three - two == pytest.approx(two - one)
+    assert one - none > two - one
+    assert host_s(1, cuda_graph=True) - host_s(0, cuda_graph=True) < one - none
 
 
 def test_layers_that_are_compiled_one_by_one_take_longer() -> None:

@@ -709,6 +709,19 @@ def test_rows_without_a_key_are_what_they_were(form: str) -> None:
     torch.testing.assert_close(*found, equal_nan=True)
 
 
+def test_keys_that_nobody_may_read() -> None:
+    def attention(m: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+        return (q @ k.mT).masked_fill(mask, -math.inf).softmax(-1) @ v
+
+    original, x = made(attention), inputs(masked=False)["x"]
+    for mask in (torch.ones(9, dtype=torch.bool), torch.arange(9) > 5):
+        found = []
+        for model in (original, fused(original)):
+            out = model(x, mask)
+            found.append((out, *torch.autograd.grad(out.sum(), [model.q.weight, model.v.weight])))
+        torch.testing.assert_close(*found, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lowest", [-1e9, None])
 def test_rows_that_an_added_mask_leaves_nothing_keep_their_gradients(

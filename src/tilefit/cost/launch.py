@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tilefit.cost.kinds import ByKind
 from tilefit.gpus import Gpu
-from tilefit.ops import FORWARD, OPTIMIZER, Attention, Settings, Step, StepOp, Streaming
+from tilefit.ops import FORWARD, OPTIMIZER, Attention, Conv, Settings, Step, StepOp, Streaming
 from tilefit.ops.streaming import CONTIGUOUS
 
 #: The training step of :func:`tilefit.measure.launch.reference_step` on such a host. Measured beside the 20
@@ -64,23 +64,26 @@ FIXED_S = {"forward": 0.15e-3, "backward": 0.99e-3, "optimizer": 0.16e-3}
 OPTIMIZER_S = 24e-6
 #: One kernel that the compiler wrote, and one call of a library by its kind (one that is not listed: an
 #: operation that is left to ATen), launched from the Python that the compiler generates, without CUDA graphs;
-#: one tensor that the backward graph is given: allocated, saved, unpacked, checked and freed; one parameter:
-#: its gradient's way back to it (taken to be the same where CUDA graphs replay); and what each of the two
-#: graphs takes besides: guards, AOTAutograd's wrapper, the way in and out.
-#: Calls of libraries and tensors that are given were chosen anew by trial, on recorded steps in turn with the
-#: reference step on H100s and an H200, 17 of which had been predicted before, by the kernels that this model
-#: counts, a convolution's without the kernels within it; the others were kept. Eleven further models,
-#: predicted with that, are 3 % off in the median (``benchmarks/compiled_steps.py --compare``), by what was
-#: stated before 8 %. Over the calls that the compiler's code makes, ``benchmarks/fit_compiled.py`` finds
-#: others. Alone and without a profiler a convolution takes 20 to 50 us and its gradients 35 to 110 over the
-#: host's speed, a product 12 (``benchmarks/library_calls.py``). Steps that only call one kernel over and over
-#: take less, so does what is around a step of a few kernels (LightGCN's, 2 ms, was told 1.5 times too long).
-COMPILED_KERNEL_S = 12.5e-6
-COMPILED_CALL_S = {"gemm": 8.5e-6, "conv": 44e-6, "attention": 112e-6}
+#: one tensor that the backward graph is given: allocated, saved, unpacked, checked and freed where the
+#: forward pass made it, only checked where it is a parameter or an input; one parameter: its guard, and its
+#: gradient's way back to it (taken to be the same where CUDA graphs replay); what each of the two graphs
+#: takes besides: guards, AOTAutograd's wrapper, the thread of the backward pass; and one with convolutions
+#: beside each of these.
+#: ``benchmarks/fit_compiled.py`` finds about these, of steps in turn with the reference step on H100s, of
+#: older ones on an H200, and of tiny ones that differ in one thing each. Of the tiny ones
+#: (``benchmarks/compiled_host.py``, which reads the clock in the running step) both graphs take 0.45 ms when
+#: steps follow each other; after something else, which left nothing of it in the caches, 0.7 ms, as much as
+#: where all caches are overwritten. Kernels take 11 to 13 us, products 13, a convolution and its gradients 37
+#: and 62, attention 60, a tensor that is saved 8 and one that is read 5, a parameter 8 beside the optimizer:
+#: in real models, whose kernels and layers are all different, attention and what is saved take more. That a
+#: step takes longer with convolutions, however many, is of real models alone, and not explained.
+COMPILED_KERNEL_S = 12e-6
+COMPILED_CALL_S = {"gemm": 10.5e-6, "conv": 37e-6, "attention": 80e-6}
 COMPILED_OTHER_S = 26e-6
-GIVEN_S = 12.5e-6
-GRAPH_PARAMETER_S = 11e-6
-GRAPH_S = 0.46e-3
+SAVED_S, READ_S = 17e-6, 6.5e-6
+GRAPH_PARAMETER_S = 14e-6
+GRAPH_S = 0.26e-3
+CUDNN_S = 0.2e-3
 #: One layer that the compiler compiles for itself, in a forward pass that it splits: the guards of such
 #: layers are tried at each of them, and those beyond the eighth run as they are. ``benchmarks/fit_launch.py``
 #: fits it to the two such steps of ``benchmarks/results/whole_steps_compiled.json``, OPT and Whisper. A split
@@ -120,8 +123,7 @@ def launched(entry: StepOp, gpu: Gpu) -> int:
     The price of a launch was fitted with ``Op.kernels``, of which the small ones within some functions are
     left out.
     """
-    kernels: int = counts[type(entry.op)](entry.op, gpu, entry)
-    return kernels
+    return int(counts[type(entry.op)](entry.op, gpu, entry))
 
 
 class Launch(NamedTuple):
@@ -163,9 +165,8 @@ def begin_s(part: str, step: Step) -> float:
     # A graph, the compiler's or CUDA's, hands over all gradients when it is done.
     handed_over = part == OPTIMIZER and (step.settings.compiled or step.settings.cuda_graph)
     if step.settings.compiled and part != OPTIMIZER:
-        # Replayed from CUDA graphs these lie where they did: with them, recorded steps come out too long.
-        is_given = part != FORWARD and not step.settings.cuda_graph
-        return GRAPH_S + GIVEN_S * (is_given and _given(step))
+        # Replayed from CUDA graphs, tensors lie where they did, and cuDNN is not called.
+        return GRAPH_S + (0.0 if step.settings.cuda_graph else _beside_s(part, step))
     return FIXED_S.get(part, 0.0) + GRAPH_PARAMETER_S * handed_over * len(_trained(step))
 
 
@@ -180,42 +181,40 @@ def around_s(step: Step) -> Iterator[float]:
     """
     in_graph = step.settings.compiled or step.settings.cuda_graph
     trained = _trained(step)
-    update_s = FUSED_UPDATE_S if step.settings.fused_optimizer else _update_s(step)
+    # Those that divide by a mean of squares count steps, too.
+    steps_count = any("addcdiv" in entry.name for entry in step.ops if entry.phase == OPTIMIZER)
+    update_s = UPDATE_S if steps_count else PLAIN_UPDATE_S
+    update_s = FUSED_UPDATE_S if step.settings.fused_optimizer else update_s
     gradients = Counter(name.rpartition(".")[0] for name in trained)
-    count = Counter(entry.phase for entry in step.ops)
+    operations = Counter(entry.phase for entry in step.ops)
     module = None
     for entry in step.ops:
         around, eager = 0.0, entry.eager or not in_graph
         if entry.replayed:
             pass
         elif entry.phase == OPTIMIZER:
-            around = update_s * len(trained) / count[OPTIMIZER]
+            around = update_s * len(trained) / operations[OPTIMIZER]
         elif eager and entry.phase == FORWARD:
             around = MODULE_S * (step.settings.training and entry.site.module != module)
             module = entry.site.module
         elif entry.phase == FORWARD:
-            around = RECOMPILED_S * step.settings.recompiled / count[FORWARD]
+            around = RECOMPILED_S * step.settings.recompiled / operations[FORWARD]
         elif eager:
             around = GRADIENT_S * gradients.pop(entry.site.module, 0)
         yield around
 
 
-def _given(step: Step) -> int:
-    """Tensors that the backward graph is given."""
-    given: set[int] = set()
-    made: set[int] = set()
-    for entry in step.ops:
-        if entry.phase not in (FORWARD, OPTIMIZER) and not entry.eager:
-            given |= {ref.id for ref in entry.inputs} - made
-            made |= {ref.id for ref in entry.outputs}
-    return len(given)
-
-
-def _update_s(step: Step) -> float:
-    """What a parameter takes in an optimizer of multi-tensor operations: those that divide by a mean of
-    squares count steps, too."""
-    counts = any("addcdiv" in entry.name for entry in step.ops if entry.phase == OPTIMIZER)
-    return UPDATE_S if counts else PLAIN_UPDATE_S
+def _beside_s(part: str, step: Step) -> float:
+    """What a compiled graph takes beside its calls: for cuDNN, and for what the backward graph is given."""
+    ops = [entry for entry in step.ops if entry.phase.partition("-")[0] == part and not entry.eager]
+    cudnn_s = CUDNN_S * any(isinstance(entry.op, Conv) for entry in ops)
+    before = {ref.id for entry in step.ops if entry.phase == FORWARD for ref in entry.outputs}
+    given, made = set[int](), set[int]()
+    for entry in ops:
+        given |= {ref.id for ref in entry.inputs} - made
+        made |= {ref.id for ref in entry.outputs}
+    given_s = SAVED_S * len(given & before) + READ_S * len(given - before)
+    return cudnn_s + given_s * (part != FORWARD)
 
 
 def _trained(step: Step) -> list[str]:

@@ -24,8 +24,7 @@ from tilefit.options import ProgramOptions, Selection, StepOptions, TargetOption
 if TYPE_CHECKING:
     from tilefit.capture.targets import Target
     from tilefit.fixes import Plan
-    from tilefit.fixes.planning.answers import Answer
-    from tilefit.fixes.planning.outcome import Outcome
+    from tilefit.fixes.planning.outcome import Answer, Outcome
     from tilefit.fixes.source.patches import Patches
     from tilefit.fixes.source.program import Files
     from tilefit.report import Report
@@ -212,7 +211,7 @@ class FixSession:
     @cached_property
     def answers(self) -> Sequence[Answer]:
         """What becomes of each finding."""
-        from tilefit.fixes.planning.answers import answers
+        from tilefit.fixes.planning.outcome import answers
 
         plan, patches = self.plan, self.patches
         if plan is None or plan.step is None:

@@ -21,7 +21,6 @@ from tilefit.fixes.planning.measuring import RunningStep
 from tilefit.options import TargetOptions
 from tilefit.sweep.best import Trial
 
-_WARM_STEPS = 3
 #: A trial takes so many turns of several steps each; the steps of a turn run back to back, as in training.
 _TURNS = 5
 _TURN_S = 0.1
@@ -89,22 +88,11 @@ class Meter:
         if cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         step = RunningStep(run)
-        for _ in range(_WARM_STEPS):
-            step()
-        step.synchronize()
-        once_s = self._turn_s(step, 1)
-        many = max(1, min(_MOST_STEPS, round(_TURN_S / once_s))) if once_s > 0 else _MOST_STEPS
-        times = [self._turn_s(step, many) for _ in range(_TURNS)]
+        step.fill(_TURN_S, _MOST_STEPS, self._clock)
+        times = [step.turn_s(self._clock) for _ in range(_TURNS)]
         cuts = statistics.quantiles(times, n=5, method="inclusive")
         memory = torch.cuda.max_memory_allocated(self._device) if cuda else 0
         return Trial(batch, statistics.median(times), cuts[0], cuts[-1], memory)
-
-    def _turn_s(self, step: RunningStep, many: int) -> float:
-        start = self._clock()
-        for _ in range(many):
-            step()
-        step.synchronize()
-        return (self._clock() - start) / many
 
     def _options_at(self, batch: int, *, real: bool) -> TargetOptions:
         return replace(self._options, batch=batch, varied="batch", on_cpu=real)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ OF_CHANGED = ("_tilefit", "_replicate_for_data_parallel", "__prepare_scriptable_
 #: What every module may have for itself.
 OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED, "_compiled_call_impl"))
 
-#: What is read of something: its name, its value, and a copy of what that holds, where that can be changed.
-_Read = tuple[str, Any, Any]
+#: What is read: of whom, its name, its value, and a copy of what that holds, where that can be changed.
+_Read = tuple[Any, str, Any, Any]
 
 
 class _Outside:
@@ -24,7 +25,7 @@ class _Outside:
     it is now. A copy has what this one has; one that is loaded in another process, what is there.
 
     Attributes:
-        reads: Of what is read which.
+        reads: What is read.
     """
 
     def __init__(self, kind: type, forward: Callable[..., Any]) -> None:
@@ -38,10 +39,10 @@ class _Outside:
         return _Outside, self._of
 
 
-def _outside(kind: Any, forward: Callable[..., Any]) -> tuple[tuple[Any, _Read], ...]:
+def _outside(kind: Any, forward: Callable[..., Any]) -> tuple[_Read, ...]:
     """Of the class, of the files that the functions are in, of modules that these import, of functions around
     them."""
-    found: dict[tuple[int, str], tuple[Any, _Read]] = {}
+    found: dict[tuple[int, str], _Read] = {}
     waiting, seen = [forward], set()
     while waiting:
         function = waiting.pop()
@@ -50,19 +51,18 @@ def _outside(kind: Any, forward: Callable[..., Any]) -> tuple[tuple[Any, _Read],
         seen.add(function)
         for owner, name, value in _read_by(function, kind):
             if owner is not None:
-                found[id(owner), name] = owner, _noted(name, value)
+                found[id(owner), name] = _noted(owner, name, value)
             if owner is kind or not str(getattr(value, "__module__", "")).startswith("torch."):
                 waiting.append(value)
     return tuple(found.values())
 
 
-def _noted(name: str, value: Any) -> _Read:
+def _noted(owner: Any, name: str, value: Any) -> _Read:
     held = contents(value)
-    return name, value, None if held is None else held.copy()
+    return owner, name, value, None if held is None else held.copy()
 
 
-def _is_still(owner: Any, read: _Read) -> bool:
-    name, value, copy = read
+def _is_still(owner: Any, name: str, value: Any, copy: Any) -> bool:
     now = getattr(owner, name, None)
     # What this package puts there for a while computes the same.
     is_same = now is value or now == value or str(getattr(now, "__module__", "")).startswith("tilefit.")
@@ -139,21 +139,26 @@ class Assumed:
         self.outside = _Outside(kind, kind.forward)
         self.parts = tuple(module._modules)
         own = ((name, value) for name, value in vars(module).items() if name not in OF_MODULES)
-        self.own = [_noted(*each) for each in own if is_plain(each[1]) or not is_torchs(module)]
+        self.own = [_noted(module, *each) for each in own if is_plain(each[1]) or not is_torchs(module)]
 
     def holds(self, module: nn.Module) -> bool:
         """Whether a module is as it was: calls the functions that it called, with attributes as they were."""
         kind: Any = type(module)
         if torch.compiler.is_compiling():  # which compiles anew for another value
-            is_same = all(getattr(module, name, None) == value for name, value, _ in self.own)
+            is_same = all(getattr(module, name, None) == value for _, name, value, _ in self.own)
             return is_same and kind.forward is self.forward
-        others = [(kind if owner is self.kind else owner, read) for owner, read in self.outside.reads]
+        others: Iterable[_Read] = self.outside.reads
+        if kind is not self.kind:
+            others = [(kind if owner is self.kind else owner, *read) for owner, *read in others]
+        if kind.forward is not self.forward or tuple(module._modules) != self.parts:
+            return False
+        # Most are the very same: there is no faster way to tell.
+        doubtful = [
+            (owner, name, value, copy)
+            for owner, name, value, copy in (*self.own, *others)
+            if copy is not None or getattr(owner, name, None) is not value
+        ]
         try:
-            return (
-                kind.forward is self.forward
-                and tuple(module._modules) == self.parts
-                and all(_is_still(module, read) for read in self.own)
-                and all(_is_still(owner, read) for owner, read in others)
-            )
+            return all(starmap(_is_still, doubtful))
         except (RuntimeError, ValueError):  # tensors compare to many values
             return False

@@ -165,7 +165,7 @@ class Graphed(Behaviour):
 def as_it_is(model: nn.Module) -> Callable[[], Any]:
     """What tells in which modes a model is, as long as it runs the same on the same tensors; else None."""
     then = [(module, Assumed(module), _runs(module)) for module in model.modules()]
-    if any(_is_users(value) for _, each, _ in then for _, (_, value, _) in each.outside.reads):
+    if any(_is_users(value) for _, each, _ in then for _, _, value, _ in each.outside.reads):
         return _none
     parameters = list(model.parameters())
 

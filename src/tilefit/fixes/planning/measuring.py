@@ -65,7 +65,11 @@ def step_times_s(
     with run.kept(), each_compiled_anew():
         run.model.train(run.options.train)
         optimizers: dict[Any, torch.optim.Optimizer] = {}
-        steps = [_prepared(run, candidates[:count], optimizers, clock) for count in counts]
+        steps = []
+        for count in counts:
+            with applied(run, candidates[:count]):
+                steps.append(RunningStep(run, optimizers))
+                steps[-1].fill(TURN_S, _MOST_STEPS, clock)
         for number in range(rounds):
             for count in counts if number % 2 == 0 else reversed(counts):
                 with applied(run, candidates[:count]):
@@ -110,29 +114,25 @@ class RunningStep(RealStep):
         self.many = 1
 
     def timed_s(self, clock: Callable[[], float]) -> float:
-        """The time of a step, over ``many``."""
+        """The time of a step, over ``many``, once it is warm."""
         for _ in range(_WARM_STEPS):  # also what other variants left in caches
             self()
         self.synchronize()
+        return self.turn_s(clock)
+
+    def turn_s(self, clock: Callable[[], float]) -> float:
+        """The time of a step, over ``many`` that run back to back."""
         start = clock()
         for _ in range(self.many):
             self()
         self.synchronize()
         return (clock() - start) / self.many
 
+    def fill(self, turn_s: float, most: int, clock: Callable[[], float]) -> None:
+        """Make ``many`` as many as take so long, at most so many."""
+        once_s = self.timed_s(clock)
+        self.many = max(1, min(most, round(turn_s / once_s))) if once_s > 0 else most
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _prepared(
-    run: Run,
-    candidates: Sequence[ChangeSet],
-    optimizers: dict[Any, torch.optim.Optimizer],
-    clock: Callable[[], float],
-) -> RunningStep:
-    with applied(run, candidates):
-        step = RunningStep(run, optimizers)
-        once_s = step.timed_s(clock)
-    step.many = max(1, min(_MOST_STEPS, round(TURN_S / once_s))) if once_s > 0 else _MOST_STEPS
-    return step

@@ -3,31 +3,102 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
-from tilefit import console, units
+from tilefit import units
+from tilefit.fixes.planning import registry
+from tilefit.fixes.planning.plan import Plan, Section, apart, gain, left_alone, made, shown
 from tilefit.formats import FORMATS, render, renders
 from tilefit.report import Report, text
 from tilefit.report.html_page import page
 from tilefit.report.markdown import escape, table
+from tilefit.rules import Finding
 from tilefit.rules.finding import THROUGHPUT
-from tilefit.rules.sites import pattern
 
 if TYPE_CHECKING:
-    from tilefit.fixes.planning.answers import Answer
-    from tilefit.fixes.planning.plan import AppliedFix, Plan
     from tilefit.fixes.source.patches import Patches
 
 #: Version of the JSON form.
 FIX_SCHEMA = 2
 _OF_PATCH = "code level where summary note gain_s".split()
 NOTHING = "Nothing to fix."
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of a finding.
+
+    Attributes:
+        code, level, gain_s, advice: Of the finding: the rule, its ``safety``, its saving alone, what to do.
+        where: The module, or the file and line.
+        fixes: The fixes that do it at run time.
+        written: The line where it is written into the user's files; empty where it is not.
+        reason: Why no fix does it; empty where one does.
+        by_hand: Why it is not written; empty where it is.
+    """
+
+    code: str
+    level: str
+    gain_s: float
+    advice: str
+    where: str
+    fixes: tuple[str, ...] = ()
+    written: str = ""
+    reason: str = ""
+    by_hand: str = ""
+
+
+def answers(
+    findings: Iterable[Finding],
+    remaining: Collection[str],
+    plan: Plan | None,
+    patches: Patches,
+    levels: Sequence[str],
+) -> tuple[Answer, ...]:
+    """What becomes of the findings of a step.
+
+    Args:
+        findings: Of the step as it is, as a check ranks them.
+        remaining: Codes of those that the changed step still has.
+        plan: None for a target that is a function.
+        patches: What is written.
+        levels: Those of the fixes that may be made.
+    """
+    applied, refused = (plan.fixes, plan.refused) if plan else ((), ())
+
+    def answer(finding: Finding) -> Answer:
+        code = finding.code
+        fixes = tuple(dict.fromkeys(fix.name for fix in applied if code in fix.rules))
+        written = ", ".join(patch.where for patch in patches.made if patch.code == code)
+        by_hand = next((each.reason for each in patches.by_hand if each.finding.code == code), "")
+        reason = "" if fixes or written else why_not(code, by_hand)
+        fixes = fixes if fixes or written or reason else ("the other changes",)
+        where = finding.module or finding.source or "the whole step"
+        how = code, finding.safety, finding.gain_s, finding.fix, where
+        return Answer(*how, fixes, written, reason, by_hand)
+
+    def why_not(code: str, by_hand: str) -> str:
+        """Why nothing is made for a finding; empty where it is gone with what was made for others."""
+        known = {fix.name: fix for fix in registry.all_fixes() if code in fix.rules}
+        reasons = [each.reason for name in known for each in refused if each.name == name]
+        if reasons or code not in remaining:
+            return reasons[0] if reasons else ""
+        if by_hand or not known:
+            return by_hand or "no fix does it"
+        name, fix = next(iter(known.items()))
+        if fix.level not in levels:
+            return f"{name} does it, and is {fix.level}: --level {fix.level}"
+        if plan is None:
+            return f"{name} does it at run time, to a model: tilefit.optimize"
+        beside = " beside the other fixes" if applied else ""
+        return f"{name} does not reach it, or saves too little{beside}"
+
+    return tuple(map(answer, findings))
 
 
 @dataclass(frozen=True)
@@ -76,67 +147,70 @@ class Outcome:
 # ---- for people --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Section:
-    """A part of what is told, whatever the format.
-
-    Attributes:
-        title: Its heading.
-        columns, rows: A table; a column that starts with ``>`` is of numbers.
-        items: What is left, each with the rest that is to be known of it.
-        notes: Sentences below.
-        when, code: When lines are to be run, and these.
-        diff: Of files.
-    """
-
-    title: str
-    columns: Sequence[str] = ()
-    rows: Iterable[Sequence[str]] = ()
-    items: Sequence[tuple[str, str]] = ()
-    notes: Iterable[str] = ()
-    when: str = ""
-    code: str = ""
-    diff: str = ""
-
-
 _LEFT = "Left to you"
 
 
-def _sections(outcome: Outcome) -> Iterator[_Section]:
-    plan, patches = outcome.plan, outcome.patches
-    if plan and plan.fixes:
-        columns = ["fix", ">saves", "", "level", "proof", "what"]
-        how: dict[str, Any] = {"when": _when(outcome), "code": outcome.call}
-        yield _Section(_speed(plan), columns, _fix_rows(plan), notes=_compared(plan), **how)
-    if patches.made:
-        columns = ["rule", ">saves", "", "level", "where", "what"]
-        diff = patches.diff().decode(errors="replace").rstrip("\n")
-        yield _Section(_files_title(outcome), columns, _patch_rows(outcome), notes=_notes(outcome), diff=diff)
-    if plan and plan.refused:
-        items = [(f"{r.name}  {_where(r.modules)}", r.reason) for r in plan.refused]
-        yield _Section("Left alone", items=items)
+def _sections(outcome: Outcome) -> Iterator[Section]:
+    plan, step_s = outcome.plan, outcome.report.step.time_s
+    if plan:
+        place = f" ({outcome.place})" if outcome.place else ""
+        which = "and the optimizer are" if outcome.fuses else "is"
+        when = f"After the model{place} {which} made:"
+        fixes = made(plan, "At run time", "--measure")
+        yield from (replace(each, when=when, code=outcome.call) for each in fixes)
+    yield from _in_files(outcome)
+    if plan:
+        yield from left_alone(plan)
     if outcome.left:
-        step_s = outcome.report.step.time_s
         items = [(f"{_alone(each, step_s)}: {reason}", each.advice) for each, reason in outcome.left]
-        yield _Section(_LEFT, items=items)
+        yield Section(_LEFT, items=items)
+
+
+def _in_files(outcome: Outcome) -> Iterator[Section]:
+    patches, step_s = outcome.patches.made, outcome.report.step.time_s
+    if not patches:
+        return
+    after_s = step_s - sum(each.gain_s for each in patches)
+    names = ", ".join(outcome.written)
+    title = f"Written to {names}" if names else "In your files (--diff, --write)"
+    rows = [(each.code, *gain(each.gain_s, step_s), each.level, each.where, each.summary) for each in patches]
+    # What the user must know before writing, each once with the rules that it is about.
+    notes = {
+        each.note: ", ".join(of.code for of in patches if of.note == each.note)
+        for each in patches
+        if each.note
+    }
+    at_run_time = {code for fix in (outcome.plan.fixes if outcome.plan else ()) for code in fix.rules}
+    if not names and (both := [each.code for each in patches if each.code in at_run_time]):
+        notes["at run time or in your files, either is enough"] = ", ".join(both)
+    yield Section(
+        f"{title}: {units.seconds(step_s)} -> {units.seconds(after_s)} a step, estimated",
+        ["rule", ">saves", "", "level", "where", "what"],
+        rows,
+        notes=[f"{codes}: {note}." for note, codes in notes.items()],
+        diff=outcome.patches.diff().decode(errors="replace").rstrip("\n"),
+    )
 
 
 def _alone(answer: Answer, step_s: float) -> str:
     """A finding with what its answer saves by itself."""
-    saves = " ".join(_gain(answer.gain_s, step_s)) if answer.gain_s else "not priced"
+    saves = " ".join(gain(answer.gain_s, step_s)) if answer.gain_s else "not priced"
     if answer.level == THROUGHPUT:
         saves = text.times_the_work(answer.gain_s / step_s)
     return f"{answer.code}  {saves}  {answer.level}  {answer.where}"
 
 
+# ---- in a terminal -----------------------------------------------------------------------------
+
+
 @renders(Outcome, "text")
 def terminal(outcome: Outcome) -> RenderableType:
     """The outcome for a terminal."""
-    head = Group(
-        Text(_heading(outcome), style="bold"), Text(" · ".join(text.setup(outcome.report)), style="dim")
-    )
+    setup = Text(" · ".join(text.setup(outcome.report)), style="dim")
     nothing = [] if outcome.exit_code else [Text(NOTHING, style="bold green")]
-    return _apart([head, *nothing, *map(_shown, _sections(outcome))])
+    return apart(
+        [Group(Text(_heading(outcome), style="bold"), setup), *nothing, *map(shown, _sections(outcome))]
+    )
 
 
 def colored(diff: str) -> Text:
@@ -151,108 +225,11 @@ def colored(diff: str) -> Text:
 def beside_diff(outcome: Outcome) -> RenderableType:
     """What a diff does not say."""
     sections = (each for each in _sections(outcome) if each.code or each.title == _LEFT)
-    return _apart([_shown(replace(each, columns=())) for each in sections])
-
-
-def _apart(parts: Sequence[RenderableType]) -> RenderableType:
-    """Parts with an empty line between them."""
-    return Group(*[each for part in parts for each in (Text(), part)][1:])
-
-
-def _shown(section: _Section) -> RenderableType:
-    parts: list[RenderableType] = [Text(section.title, style="bold")]
-    if section.columns:
-        parts.append(console.table(*section.columns, rows=(map(text.plain, row) for row in section.rows)))
-    for head, rest in section.items:
-        parts += [Text(text.plain(head)), *([_note(rest)] if rest else [])]
-    parts += map(_note, section.notes)
-    if section.code:
-        parts += [Text(), Text(section.when, style="dim")]
-        # Lines to be copied are not wrapped.
-        parts += [Text(f"  {line}", no_wrap=True, overflow="ignore") for line in section.code.splitlines()]
-    return Group(*parts)
-
-
-def _note(note: str) -> RenderableType:
-    return Padding(Text(text.plain(note), style="dim"), (0, 0, 0, 2))
-
-
-# ---- the words ---------------------------------------------------------------------------------
+    return apart([shown(replace(each, columns=())) for each in sections])
 
 
 def _heading(outcome: Outcome) -> str:
     return f"{text.heading(outcome.report)} on {outcome.report.device.title}"
-
-
-def _speed(plan: Plan) -> str:
-    more = "; --measure tells what it is on the GPU here" if plan.is_measurable else ""
-    return f"At run time: {plan.speedup:.2f} times as fast ({plan.provenance}), {plan.times}{more}"
-
-
-def _where(modules: Sequence[str]) -> str:
-    return pattern(modules) or "the whole step"
-
-
-def _files_title(outcome: Outcome) -> str:
-    before_s = outcome.report.step.time_s
-    after_s = before_s - sum(patch.gain_s for patch in outcome.patches.made)
-    names = ", ".join(outcome.written)
-    title = f"Written to {names}" if names else "In your files (--diff, --write)"
-    return f"{title}: {units.seconds(before_s)} -> {units.seconds(after_s)} a step, estimated"
-
-
-def _notes(outcome: Outcome) -> Iterator[str]:
-    """What the user must know before writing, each once with the rules it is about."""
-    codes: dict[str, list[str]] = {}
-    for patch in outcome.patches.made:
-        if patch.note:
-            codes.setdefault(patch.note, []).append(patch.code)
-    for note, of in codes.items():
-        yield f"{', '.join(of)}: {note}."
-    if outcome.plan is not None:
-        both = {code for fix in outcome.plan.fixes for code in fix.rules}
-        shared = [patch.code for patch in outcome.patches.made if patch.code in both]
-        if shared and not outcome.written:
-            yield f"{', '.join(shared)}: at run time or in your files, either is enough."
-
-
-def _fix_rows(plan: Plan) -> Iterator[list[str]]:
-    for fix in plan.fixes:
-        yield [fix.name, *_gain(fix.saved_s, plan.before_s), fix.level, _proof(fix), fix.summary]
-    if len(plan.fixes) > 1:
-        yield ["total", *_gain(plan.before_s - plan.after_s, plan.before_s), "", "", ""]
-
-
-def _patch_rows(outcome: Outcome) -> Iterator[list[str]]:
-    for each in outcome.patches.made:
-        saves = _gain(each.gain_s, outcome.report.step.time_s)
-        yield [each.code, *saves, each.level, each.where, each.summary]
-
-
-def _gain(gain_s: float, step_s: float) -> tuple[str, str]:
-    return units.seconds(gain_s), units.share(gain_s / step_s)
-
-
-def _proof(fix: AppliedFix) -> str:
-    if fix.verification is not None:
-        return "proven"
-    return "not run" if fix.modules else "setting"
-
-
-def _compared(plan: Plan) -> list[str]:
-    """What the proof compared; nothing where there is none."""
-    proof = plan.verification
-    if proof is None:
-        return []
-    agree = f"{proof.compared} outputs, gradients and updated parameters agree in {proof.dtype}"
-    return [f"Proof: {agree}, largest relative error {proof.worst:.1e}, allowed {proof.tolerance:.0e}."]
-
-
-def _when(outcome: Outcome) -> str:
-    """Where the line that applies the plan goes."""
-    place = f" ({outcome.place})" if outcome.place else ""
-    also = " and the optimizer" if outcome.fuses else ""
-    return f"After the model{place}{also} {'are' if also else 'is'} made:"
 
 
 # ---- for programs ------------------------------------------------------------------------------

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
 from torch import nn
 
 from tilefit import console, units
@@ -21,20 +24,14 @@ from tilefit.fixes.kinds.fused_loss import CompiledLoss
 from tilefit.fixes.proof.verification import Verification
 from tilefit.nn import convert
 from tilefit.ops import Step
-from tilefit.rules.finding import SAFE
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
+from tilefit.report import text
+from tilefit.rules.sites import pattern
 
 #: Version of the JSON form of a plan.
 PLAN_SCHEMA = 1
 _SHOWN = "gpu speedup before_s after_s before_bytes after_bytes provenance".split()
-
-NOTHING = "Nothing worth changing."
-#: Refusals that are shown; a model with many layers may have one for each.
-MOST_REFUSED = 5
-
+#: Refusals that are shown of a plan by itself; a model with many layers may have one for each.
+_MOST_REFUSED = 5
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -170,34 +167,9 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __rich__(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
-        parts: list[RenderableType] = [Text(NOTHING, style="bold green")]
-        if self.fixes:
-            head = Text.assemble(
-                (f"{self.speedup:.2f} times as fast", "bold green"),
-                f" on {self.gpu} ({self.provenance}): {self.times}",
-                "; measure=True tells what it is on the GPU here" if self.is_measurable else "",
-            )
-            parts = [head, Text(), console.table("", "", "", rows=self._rows())]
-            for proof in (self.verification, self.on_gpu):
-                parts += [] if proof is None else [Text(), Text.assemble(("Proof  ", "dim"), str(proof))]
-        if self.refused:
-            rows = [(Text(f"not {each.name}", style="dim"), f"{each.reason}.") for each in self.refused]
-            if (more := len(rows) - MOST_REFUSED) > 0:
-                rows[MOST_REFUSED:] = [(Text(), f"and {more} more in plan.refused.")]
-            parts += [Text(), console.table("", "", rows=rows)]
-        return Group(*parts)
-
-    def _rows(self) -> Iterator[tuple[str | Text, ...]]:
-        from rich.text import Text
-
-        for fix in self.fixes:
-            mark = "" if fix.level == SAFE else f" ({fix.level})"
-            sign = "+" if fix.saved_s < 0 else "-"  # measured, within the noise, it may be a loss
-            saved = f"{sign}{units.seconds(abs(fix.saved_s))}"
-            yield Text(fix.name, style="bold"), saved, fix.summary + mark
+        nothing = [] if self.fixes else [Text(text.NOTHING, style="bold green")]
+        sections = (*made(self, f"On {self.gpu}", "measure=True"), *left_alone(self, _MOST_REFUSED))
+        return apart([*nothing, *map(shown, sections)])
 
     def _repr_html_(self) -> str:
         page = console.console(record=True, file=io.StringIO(), width=100)
@@ -233,3 +205,91 @@ def strip(model: _Model) -> _Model:
             if isinstance(value, CompiledLoss):
                 setattr(module, name, value.loss)
     return model
+
+
+# ---- for people --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of what is told, whatever the format.
+
+    Attributes:
+        title: Its heading.
+        columns, rows: A table; a column that starts with ``>`` is of numbers.
+        items: What is left, each with the rest that is to be known of it.
+        notes: Sentences below.
+        when, code: When lines are to be run, and these.
+        diff: Of files.
+    """
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    items: Sequence[tuple[str, str]] = ()
+    notes: Sequence[str] = ()
+    when: str = ""
+    code: str = ""
+    diff: str = ""
+
+
+def made(plan: Plan, where: str, option: str) -> Iterator[Section]:
+    """The fixes of a plan, and its proofs; ``option`` would measure it."""
+    if not plan.fixes:
+        return
+    rows = [
+        (fix.name, *gain(fix.saved_s, plan.before_s), fix.level, _proof(fix), fix.summary)
+        for fix in plan.fixes
+    ]
+    if len(plan.fixes) > 1:
+        rows.append(("total", *gain(plan.before_s - plan.after_s, plan.before_s), "", "", ""))
+    more = f"; {option} tells what it is on the GPU here" if plan.is_measurable else ""
+    title = f"{where}: {plan.speedup:.2f} times as fast ({plan.provenance}), {plan.times}{more}"
+    notes = [f"Proof: {proof}." for proof in (plan.verification, plan.on_gpu) if proof]
+    yield Section(title, ["fix", ">saves", "", "level", "proof", "what"], rows, notes=notes)
+
+
+def left_alone(plan: Plan, most: int | None = None) -> Iterator[Section]:
+    """What was refused, at most so many."""
+    items = [
+        (f"{each.name}  {pattern(each.modules) or 'the whole step'}", each.reason) for each in plan.refused
+    ]
+    more = len(items) - len(items[:most])
+    if items:
+        notes = [f"and {more} more in plan.refused."] if more else []
+        yield Section("Left alone", items=items[:most], notes=notes)
+
+
+def gain(gain_s: float, step_s: float) -> tuple[str, str]:
+    """What is saved of a step, and which share of it that is."""
+    return units.seconds(gain_s), units.share(gain_s / step_s)
+
+
+def _proof(fix: AppliedFix) -> str:
+    if fix.verification is not None:
+        return "proven"
+    return "not run" if fix.modules else "setting"
+
+
+def apart(parts: Sequence[RenderableType]) -> RenderableType:
+    """Parts with an empty line between them."""
+    return Group(*[each for part in parts for each in (Text(), part)][1:])
+
+
+def shown(section: Section) -> RenderableType:
+    """A section for a terminal."""
+    parts: list[RenderableType] = [Text(section.title, style="bold")]
+    if section.columns:
+        parts.append(console.table(*section.columns, rows=(map(text.plain, row) for row in section.rows)))
+    for head, rest in section.items:
+        parts += [Text(text.plain(head)), *([_note(rest)] if rest else [])]
+    parts += map(_note, section.notes)
+    if section.code:
+        parts += [Text(), Text(section.when, style="dim")]
+        # Lines to be copied are not wrapped.
+        parts += [Text(f"  {line}", no_wrap=True, overflow="ignore") for line in section.code.splitlines()]
+    return Group(*parts)
+
+
+def _note(note: str) -> RenderableType:
+    return Padding(Text(text.plain(note), style="dim"), (0, 0, 0, 2))

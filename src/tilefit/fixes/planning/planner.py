@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Unpack
 
@@ -28,9 +29,8 @@ from tilefit.fixes.kinds.settings import is_fused, like
 from tilefit.fixes.planning.measuring import Gain, require_cuda, step_times_s
 from tilefit.fixes.planning.plan import AppliedFix, Plan, RefusedFix
 from tilefit.fixes.planning.registry import select as select_fixes
-from tilefit.fixes.proof.likeness import shrunken
-from tilefit.fixes.proof.proof import prove, prove_in_place, with_values
-from tilefit.fixes.proof.verification import Verification
+from tilefit.fixes.proof.likeness import shrunken, with_values
+from tilefit.fixes.proof.verification import Verification, prove, prove_in_place
 from tilefit.gpus import Gpu
 from tilefit.ops import Step
 from tilefit.options import (
@@ -72,7 +72,7 @@ _SAMPLES, _MOST_WORK = 2, 2e11
 
 #: Is told what is being done.
 Say = Callable[[str], None]
-_Compare = Callable[[Run, Sequence[ChangeSet]], Verification]
+_Proof = Callable[[Run, Sequence[ChangeSet]], Verification]
 
 
 def optimize(
@@ -120,9 +120,9 @@ def optimize(
     gpus = resolve(gpu)
     if len(gpus) != 1:
         raise UsageError("a plan is made for one GPU", hint='Name one: gpu="h200".')
-    live, of_live = keywords.get("optimizer"), {}
-    if isinstance(live, torch.optim.Optimizer):
-        of_live = {"optimizer": like(live, model), "fused_optimizer": is_fused(live)}
+    given = keywords.get("optimizer")
+    live = given if isinstance(given, torch.optim.Optimizer) else None
+    of_live = {"optimizer": like(live, model), "fused_optimizer": is_fused(live)} if live else {}
     options, selection = taken("optimize", {**keywords, **of_live}, StepOptions, FixSelection)
     run = Run(
         model=model if inplace else copy.deepcopy(model),
@@ -130,7 +130,7 @@ def optimize(
         options=options,
         loss=loss,
         # Of a copy the caller's optimizer has no parameter: what the plan says of it is to be done.
-        live_optimizer=live if inplace and isinstance(live, torch.optim.Optimizer) else None,
+        live_optimizer=live if inplace else None,
         memory_bytes=memory_bytes,
     )
     return make_plan(run, gpus[0], selection, level=level, verify=verify, measure=measure, budget=budget)
@@ -307,7 +307,7 @@ class _Planner:
             best = max(waiting, key=lambda each: self._gains.get(each, float("inf")))
             if best in tried:
                 del waiting[best]
-                if self._is_worth(best, tried[best][-1]):
+                if self._is_worth(tried[best][-1]):
                     self.states = tried[best]
                     return True
             elif (after := self._tried((below := self._below(best))[-1], best)) is None:
@@ -323,29 +323,26 @@ class _Planner:
         left = [each for each in self.now.made if not each.fix.compiles_parts]
         if not _compiles(proposal.change) or len(left) == len(self.now.made):
             return self.states
-        states = [self.first]
-        for each in left:
-            after = self._tried(states[-1], each)
-            states += [after] if after is not None else []
-        return states
+        return self._on_top([self.first], left)
 
     def fit(self) -> None:
         """Take the first change that brings the step into the memory that it may take, if it needs more."""
         budget_bytes = self.run.budget_bytes(self.gpu)
-        if self.now.step.memory.peak_bytes <= budget_bytes:
-            return
-        for proposal in self._proposals(self.now, Stage.FIT):
-            after = self._tried(self.now, proposal)
-            if after is not None and after.step.memory.peak_bytes <= budget_bytes:
-                self.states.append(after)
-                return
-            if after is not None:
+        needs_more = self.now.step.memory.peak_bytes > budget_bytes
+        for proposal in self._proposals(self.now, Stage.FIT) if needs_more else ():
+            if (after := self._tried(self.now, proposal)) is not None:
+                if after.step.memory.peak_bytes <= budget_bytes:
+                    self.states.append(after)
+                    return
                 need, has = map(units.capacity, (after.step.memory.peak_bytes, budget_bytes))
                 self.reject(proposal, f"the step would still need {need}, and may take {has}")
 
     def _proposals(self, state: _State, stage: Stage) -> Iterator[Proposal]:
         """What fixes of a stage would change, but for what was found unfit."""
-        context = self._context(state)
+        # Fixes look at the step as the model is written.
+        is_written = state.step is state.written
+        estimate = state.estimate if is_written else estimate_step(state.written, self.gpu)
+        context = Context(state.written, self.gpu, estimate, state.run)
         changed = {path for made in state.made for path in made.change.modules}
         # With ``min_gain`` below zero a change that gains nothing the second time would be made for ever.
         done = self._unfit.union(state.made)
@@ -358,7 +355,7 @@ class _Planner:
                         yield proposal
                 # What another fix has changed is not refused.
                 elif not changed.intersection(found.modules):
-                    self._refuse(fix.name, found.modules, found.reason)
+                    self.refused[fix.name, found.modules] = found.reason
 
     def _called_for(self, proposal: Proposal, after: _State) -> list[Proposal]:
         """A way to run the whole program once more, with the changes of the model that only it calls for: it
@@ -369,6 +366,16 @@ class _Planner:
         first = [each.change for each in self._proposals(after, Stage.MODEL) if each not in self._gains]
         together = Proposal(proposal.fix, ChangeSet.together(*first, proposal.change))
         return [together] if first and together not in self._unfit else []
+
+    def _on_top(
+        self, states: Sequence[_State], proposals: Iterable[Proposal], why: str = "{}"
+    ) -> list[_State]:
+        """States, and more with changes on top of each other, but for those that cannot be made."""
+        states = [*states]
+        for each in proposals:
+            if (after := self._tried(states[-1], each, why)) is not None:
+                states.append(after)
+        return states
 
     def _tried(self, before: _State, proposal: Proposal, why: str = "{}") -> _State | None:
         """The run with a change on top; None where that cannot be: ``why``, around the reason."""
@@ -381,6 +388,11 @@ class _Planner:
         except (RefusedError, CaptureError) as error:
             self.reject(proposal, why.format(error.what))
             return None
+
+    def reject(self, proposal: Proposal, reason: str) -> None:
+        """Leave a change out for good."""
+        self._unfit.add(proposal)
+        self.refused[proposal.fix.name, proposal.change.modules] = reason
 
     # ---- prices --------------------------------------------------------------------------------
 
@@ -396,91 +408,77 @@ class _Planner:
         )
         return _State(run, made, written, step, estimate, on_hosts)
 
-    def _context(self, state: _State) -> Context:
-        """What fixes look at."""
-        is_written = state.step is state.written
-        estimate = state.estimate if is_written else estimate_step(state.written, self.gpu)
-        return Context(state.written, self.gpu, estimate, state.run)
-
-    def _is_worth(self, proposal: Proposal, after: _State) -> bool:
+    def _is_worth(self, after: _State) -> bool:
         """A gain nine times in ten, on some host above what counts as a change, and on none a loss against
         the model as it was that is not far less than what is saved here."""
+        gain_s, low_s, _ = _gain(self.now, after)
         if self.min_gain < 0:
-            return _gain(self.now, after)[0] >= self.min_gain * self.now.estimate.time_s
+            return gain_s >= self.min_gain * self.now.estimate.time_s
         pairs = zip((self.now.estimate, *self.now.on_hosts), (after.estimate, *after.on_hosts), strict=True)
         counts = any(now.time_s - then.time_s >= self.min_gain * now.time_s for now, then in pairs)
-        gain_s, low_s, _ = _gain(self.now, after)
         if not counts or gain_s <= 0 or low_s < 0:
             return False
         saved = 1 - after.estimate.time_s / self.first.estimate.time_s
         for scale, then, first in zip(self.hosts, after.on_hosts, self.first.on_hosts, strict=True):
             loss_s = then.time_s - first.time_s
             if loss_s > max(_RISKED * saved, _ROUNDING) * first.time_s:
-                reason = f"where the host takes {scale:g} times as long for launches, a step would take "
-                loss = f"{reason}{units.seconds(loss_s)} longer"
-                self._refuse(proposal.fix.name, proposal.change.modules, loss)
+                fix, change = after.made[-1]
+                self.refused[fix.name, change.modules] = (
+                    f"where the host takes {scale:g} times as long for launches, a step would take "
+                    f"{units.seconds(loss_s)} longer"
+                )
                 return False
         return True
 
     # ---- the proof -----------------------------------------------------------------------------
 
     def settle(self, verify: bool) -> list[Verification] | None:
-        """Prove what was chosen and change the model; None where a part of it cannot be, which is then
-        refused, and the search goes on from before it."""
-        made = self.now.made
-        proofs: list[Verification] = []
-        number, reason = self._disproven(made, proofs) if verify else (0, "")
-        for index, each in enumerate(made if not reason else ()):
-            try:
-                each.change.apply(self.run, self.edits)
-            except RefusedError as refused:
-                self.edits.undo()
-                number, reason = index, refused.what
-                break
-        if not reason:
-            return proofs
-        self.reject(made[number], reason)
-        del self.states[number + 1 :]
-        return None
+        """Prove what was chosen, in fp64 on the CPU and on the GPU that it is on, and change the model.
 
-    def _disproven(self, made: Sequence[Proposal], proofs: list[Verification]) -> tuple[int, str]:
-        """Prove all changes of the model together: in fp64 on the CPU, and on the GPU that it is on. The
-        first with which it is not the same function, by its number, and why; a reason is empty for none.
-
-        How the program is run is no part of a proof.
+        None where a part of it cannot be, which is then rejected; the search goes on from before it.
         """
+        made, proofs = self.now.made, list[Verification]()
         on_gpu = all(parameter.is_cuda for parameter in self.run.model.parameters())
-        for compare in (prove, prove_in_place)[: 1 + on_gpu]:
-            reasons: dict[int, str] = {}
+        ways = (prove, prove_in_place)[: 1 + on_gpu] if verify else ()
+        checks: list[Callable[[tuple[Proposal, ...]], str]] = [
+            *(cache(partial(self._disproven, way, proofs)) for way in ways),
+            self._not_made,
+        ]
+        for check in checks:
+            if check(made):
+                # Halved: with nothing but the changes before the first wrong one, no reason is found.
+                first = bisect_right([made[:count] for count in range(1, len(made))], "", key=check)
+                self.reject(made[first], check(made[: first + 1]))
+                self.edits.undo()
+                del self.states[first + 1 :]
+                return None
+        return proofs
 
-            def fails(count: int, compare: _Compare = compare, reasons: dict[int, str] = reasons) -> bool:
-                """Whether the first changes are not proven, and why."""
-                parts = [part for each in made[:count] for part in each.change.changes or (each.change,)]
-                changes = [part for part in parts if part.modules]
-                names = [each.fix.name for each in made[:count] if each.change.modules]
-                reasons[count] = ""
-                if changes:
-                    self.say("Proving " + ", ".join(dict.fromkeys(names)))
-                    try:
-                        proof = compare(self.tried, changes)
-                        proofs.append(proof)
-                        reasons[count] = "" if proof.ok else f"not proven the same: {proof}"
-                    except RefusedError as refused:
-                        reasons[count] = refused.what
-                return bool(reasons[count])
+    def _disproven(self, way: _Proof, proofs: list[Verification], made: Sequence[Proposal]) -> str:
+        """Why the model is not the same function with changes; empty where it is. How the program is run is
+        no part of a proof."""
+        parts = [part for each in made for part in each.change.changes or (each.change,)]
+        changes = [part for part in parts if part.modules]
+        if not changes:
+            return ""
+        names = dict.fromkeys(each.fix.name for each in made if each.change.modules)
+        self.say(f"Proving {', '.join(names)}")
+        try:
+            proof = way(self.tried, changes)
+        except RefusedError as refused:
+            return refused.what
+        proofs.append(proof)
+        return "" if proof.ok else f"not proven the same: {proof}"
 
-            if fails(len(made)):
-                first = 1 + bisect_left(range(1, len(made)), True, key=fails)
-                return first - 1, reasons[first]
-        return 0, ""
-
-    def reject(self, proposal: Proposal, reason: str) -> None:
-        """Leave a change out for good."""
-        self._unfit.add(proposal)
-        self._refuse(proposal.fix.name, proposal.change.modules, reason)
-
-    def _refuse(self, name: str, modules: tuple[str, ...], reason: str) -> None:
-        self.refused[name, modules] = reason
+    def _not_made(self, made: Sequence[Proposal]) -> str:
+        """Why changes cannot be made to the model itself; empty where they are."""
+        self.edits.undo()
+        try:
+            for each in made:
+                each.change.apply(self.run, self.edits)
+        except RefusedError as refused:
+            return refused.what
+        return ""
 
     # ---- the plan ------------------------------------------------------------------------------
 
@@ -488,11 +486,10 @@ class _Planner:
         """The plan of what was made; ``times_s``: measured, without and with more and more of it."""
         made = self.now.made
         before_s, after_s = self.first.estimate.time_s, self.now.estimate.time_s
-        saved_s: list[float | None] = [None] * len(made)
         if times_s:
             before_s = statistics.median(times_s[0])
             after_s = before_s - Gain.between(times_s[0], times_s[-1]).time_s
-            saved_s = [gain.time_s for gain in _gains(times_s)]
+        saved_s: list[float | None] = [gain.time_s for gain in _gains(times_s)] or [None] * len(made)
         fixes = []
         for (before, after), measured_s in zip(pairwise(self.states), saved_s, strict=True):
             fix, change = after.made[-1]
@@ -522,29 +519,21 @@ class _Planner:
     def measured(self, proofs: Sequence[Verification]) -> Plan:
         """The plan of what is measured to gain: what makes the step slower is taken back, what needs it goes
         too, and all that makes up a plan that is no gain."""
-        self._take(self._proposals(self.now, Stage.TRIED))
+        self.states = self._on_top(self.states, self._proposals(self.now, Stage.TRIED))
         self.edits.undo()
         self.say("Measuring")
         while True:
             made = self.now.made
             times_s = step_times_s(self.run, [each.change for each in made])
             losses = _losses(made, times_s)
+            for number, reason in losses.items():
+                self.reject(made[number], reason)
             if not losses:
                 break
-            for index, gain_s in reversed(losses.items()):
-                self.reject(made[index], _why(gain_s))
-            del self.states[1:]
-            left = [each for index, each in enumerate(made) if index not in losses]
-            self._take(left, "it goes with a fix that was taken back ({})")
-        for each in made:
-            each.change.apply(self.run, self.edits)
+            left = [each for number, each in enumerate(made) if number not in losses]
+            self.states = self._on_top([self.first], left, "it goes with a fix that was taken back ({})")
+        self._not_made(made)
         return self.plan(proofs, times_s)
-
-    def _take(self, proposals: Iterable[Proposal], why: str = "{}") -> None:
-        """Take changes, one on top of the other, but for those that cannot be."""
-        for each in proposals:
-            after = self._tried(self.now, each, why)
-            self.states += [after] if after is not None else []
 
 
 def _compiles(change: ChangeSet) -> bool:
@@ -561,23 +550,22 @@ def _gains(times_s: Sequence[Sequence[float]]) -> list[Gain]:
     return [Gain.between(before, after) for before, after in pairwise(times_s)]
 
 
-def _losses(made: Sequence[Proposal], times_s: Sequence[Sequence[float]]) -> dict[int, float]:
-    """Changes that do not stay, by their number, with what each gains."""
+def _losses(made: Sequence[Proposal], times_s: Sequence[Sequence[float]]) -> dict[int, str]:
+    """Changes that do not stay, by their number, with the reason."""
     # What makes the step fit the memory is worth the time that it takes.
     gains = {n: gain for n, gain in enumerate(_gains(times_s)) if made[n].fix.stage != Stage.FIT}
-    losses = {
-        number: gain.time_s
+    losses = [
+        number
         for number, gain in gains.items()
         if gain.high_s < 0 or (made[number].fix.stage == Stage.TRIED and gain.low_s <= 0)
-    }
+    ]
     together_s = Gain.between(times_s[0], times_s[-1]).time_s
     if not losses and len(gains) == len(made) and together_s < 0:
         # No single one for sure, all together none the less.
-        worst = min(gains, key=lambda number: gains[number].time_s)
-        losses = {worst: gains[worst].time_s}
-    return losses
+        losses = [min(gains, key=lambda number: gains[number].time_s)]
+    return {number: f"measured on this GPU, {_effect(gains[number].time_s)}" for number in losses}
 
 
-def _why(gain_s: float) -> str:
+def _effect(gain_s: float) -> str:
     longer = f"a step takes {units.seconds(-gain_s)} longer with it"
-    return f"measured on this GPU, {longer if gain_s < 0 else 'it saves no more than the noise'}"
+    return longer if gain_s < 0 else "it saves no more than the noise"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from importlib import import_module
 
@@ -26,21 +26,15 @@ def all_fixes() -> tuple[Fix, ...]:
     return tuple(fixes[name] for name in sorted(fixes))
 
 
-def select(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Fix, ...]:
+def select(select: Collection[str] = (), ignore: Collection[str] = ()) -> tuple[Fix, ...]:
     """The fixes named by ``select`` (all if empty) and not by ``ignore``: their names, or codes of the rules
     they answer or the beginnings of such codes.
 
     Raises:
         UsageError: a name fits no fix.
     """
-    # A lone text would be taken for a list of one-letter names.
-    wanted, unwanted = (
-        {fix.name for word in ([words] if isinstance(words, str) else words) for fix in _fitting(word)}
-        for words in (select, ignore)
-    )
-    return tuple(
-        fix for fix in all_fixes() if (not wanted or fix.name in wanted) and fix.name not in unwanted
-    )
+    wanted, unwanted = ({fix for word in words for fix in _fitting(word)} for words in (select, ignore))
+    return tuple(fix for fix in all_fixes() if (fix in wanted or not select) and fix not in unwanted)
 
 
 def codes_of(words: Iterable[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A small model like a large one, for a comparison that the large one would be too slow for.
+"""What is compared in place of a run: a small model like a large one, on few inputs that have values.
 
 Blocks that look alike become two, and sizes become smaller by one factor; what is small is still the whole
 model, called as a whole. Whether a likeness runs is tried on ``meta``, where that costs nothing.
@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only, tree_map_with_path
 
+from tilefit.capture.copies import copied
 from tilefit.capture.trees import tensors
-from tilefit.errors import CaptureError, TilefitError
-from tilefit.fixes.changes.fix import ChangeSet, RefusedError
+from tilefit.errors import CaptureError
+from tilefit.fixes.changes.fix import ChangeSet, RefusedError, applied
 from tilefit.fixes.changes.run import Run
 from tilefit.units import count
 
@@ -44,6 +45,11 @@ _INPUTS: tuple[dict[str, int], ...] = (
     {"batch": 2},
     {},
 )
+#: No model is given numbers larger or smaller than these; what memory holds by chance often is.
+_LARGEST_INPUT, _SMALLEST_INPUT = 1e9, 1e-18
+#: Inputs are compared at this size: a softmax or a product of far larger ones magnifies rounding errors
+#: until two ways of computing the same thing differ.
+_COMPARED_INPUT = 10.0
 
 
 @dataclass(frozen=True)
@@ -70,28 +76,17 @@ def likeness(run: Run, changes: Sequence[ChangeSet]) -> Likeness:
         RefusedError: the model does not run on a copy, or is too large and has no likeness.
     """
     whole, flop = _with_few_inputs(run, changes)
-    parameters = sum(p.numel() for p in run.model.parameters())
+    parameters = _parameters(run.model)
     if parameters <= FEW_PARAMETERS and flop <= FEW_FLOP:
         return whole
     for small in _smaller_ones(whole):
         try:
             flop = _flop(small.run)
-            changed = small.run.on_meta()
-            for change in small.changes:
-                change.apply(changed)
-            _flop(changed)
-        except (
-            TilefitError,
-            RuntimeError,
-            ValueError,
-            AttributeError,
-            TypeError,
-            AssertionError,
-            LookupError,
-        ):
-            continue  # one of other sizes may run
-        is_small = sum(p.numel() for p in small.run.model.parameters()) <= 2 * FEW_PARAMETERS
-        if is_small and flop <= 2 * FEW_FLOP:
+            with applied(small.run, small.changes):
+                _flop(small.run)
+        except Exception:  # noqa: BLE001 - one of other sizes may run
+            continue
+        if _parameters(small.run.model) <= 2 * FEW_PARAMETERS and flop <= 2 * FEW_FLOP:
             return small
     if parameters <= MOST_PARAMETERS and flop <= MOST_FLOP:
         return replace(whole, is_small=False)
@@ -100,9 +95,13 @@ def likeness(run: Run, changes: Sequence[ChangeSet]) -> Likeness:
     )
 
 
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def few_rows(change: ChangeSet) -> ChangeSet:
     """A change that does with few rows what it does with many."""
-    copy: ChangeSet = _Copy(lambda size: size, ()).of(change)
+    copy: ChangeSet = _translated(change, lambda size: size, ())
     return copy
 
 
@@ -130,14 +129,15 @@ def _smaller_ones(whole: Likeness) -> Iterator[Likeness]:
     for factor in _FACTORS:
         run = whole.run.on_meta()
         left_out = tuple(_fewer_blocks(run.model, paths))
-        sizes = {s for tensor in _state(run.model) for s in tensor.shape if s >= _SMALLEST}
+        state = (*run.model.parameters(), *run.model.buffers())
+        sizes = {size for tensor in state for size in tensor.shape if size >= _SMALLEST}
         smaller = {size: _smaller(size, factor) for size in sizes}
         _narrow(run.model, smaller)
         run.inputs = tree_map_only(torch.Tensor, partial(_cut, smaller=smaller), run.inputs)
-        copy = _Copy(partial(_smaller, factor=factor), left_out)
-        changes = tuple(map(copy.of, whole.changes))
+        of = partial(_translated, size=partial(_smaller, factor=factor), left_out=left_out)
+        changes = tuple(map(of, whole.changes))
         if _Dropped not in changes:
-            scope = f"a model like it, of {count(sum(p.numel() for p in run.model.parameters()))} parameters"
+            scope = f"a model like it, of {count(_parameters(run.model))} parameters"
             yield Likeness(run, changes, scope, is_small=True)
 
 
@@ -150,11 +150,6 @@ def _smaller(size: int, factor: int) -> int:
         return size // factor
     aligned = -(-size // 8) * 8
     return -(-aligned // (8 * factor)) * 8 - (aligned - size)
-
-
-def _state(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _fewer_blocks(model: nn.Module, paths: Iterable[str]) -> Iterator[str]:
@@ -178,34 +173,17 @@ def _fewer_blocks(model: nn.Module, paths: Iterable[str]) -> Iterator[str]:
 
 def _narrow(model: nn.Module, smaller: Mapping[int, int]) -> None:
     """Make parameters, buffers, and whatever modules and configurations note of their sizes smaller."""
-    cut: dict[int, torch.Tensor] = {}
-    noted: dict[int, Any] = {}
-    for module in model.modules():
-        held: Any
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in cut:
-                    new = _cut(tensor.detach(), smaller).clone()
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    cut[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                    noted[id(tensor)] = tensor  # kept, so that its id stays its own
-                held[name] = cut[id(tensor)]
-        for note in (module, getattr(module, "config", None)):
-            if hasattr(note, "__dict__") and id(note) not in noted:
-                noted[id(note)] = note
-                for name, value in vars(note).items():
-                    if not name.startswith("_"):
-                        vars(note)[name] = _renamed(value, smaller)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = _cut(tensor.data, smaller).clone()
 
+    def renamed(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(renamed, value))
+        return smaller.get(value, value) if type(value) is int else value
 
-def _renamed(value: Any, smaller: Mapping[int, int]) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return smaller.get(value, value)
-    if type(value) in (tuple, list):
-        return type(value)(_renamed(each, smaller) for each in value)
-    return value
+    noting = (note for module in model.modules() for note in (module, getattr(module, "config", None)))
+    for note in {id(note): note for note in noting if hasattr(note, "__dict__")}.values():
+        vars(note).update({k: renamed(v) for k, v in vars(note).items() if not k.startswith("_")})
 
 
 def _cut(tensor: torch.Tensor, smaller: Mapping[int, int]) -> torch.Tensor:
@@ -217,36 +195,28 @@ class _Dropped:
     """Takes the place of what mentions a module that is left out."""
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """Copies what changes are made of: data, with other sizes, without some modules."""
-
-    size: Callable[[int], int]
-    left_out: Sequence[str]
-
-    def of(self, value: Any) -> Any:
-        if isinstance(value, str):
-            gone = any(value == path or value.startswith(f"{path}.") for path in self.left_out)
-            return _Dropped if gone else value
-        if isinstance(value, int) and not isinstance(value, bool):
-            return self.size(value)
-        if isinstance(value, tuple):
-            return self._tuple(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: self.of(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-            fields |= {"least_rows": 0} if "least_rows" in fields else {}
-            if isinstance(value, ChangeSet) and fields["modules"] is not _Dropped:
-                fields = {name: () if each is _Dropped else each for name, each in fields.items()}
-            return _Dropped if _Dropped in fields.values() else replace(value, **fields)
-        return value
-
-    def _tuple(self, value: tuple[Any, ...]) -> Any:
-        made = [self.of(each) for each in value]
+def _translated(value: Any, size: Callable[[int], int], left_out: Sequence[str]) -> Any:
+    """What changes are made of: data, with other sizes, without some modules."""
+    of = partial(_translated, size=size, left_out=left_out)
+    if isinstance(value, str):
+        return _Dropped if any(f"{value}.".startswith(f"{path}.") for path in left_out) else value
+    if isinstance(value, tuple):
+        made = [*map(of, value)]
         left = [each for each in made if each is not _Dropped]
         is_record = hasattr(value, "_fields") or len({*map(type, value)}) > 1
         if made and (not left or (is_record and len(left) < len(made))):
             return _Dropped
         return type(value)(*left) if hasattr(value, "_fields") else tuple(left)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: of(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        fields |= {"least_rows": 0} if "least_rows" in fields else {}
+        if isinstance(value, ChangeSet) and fields["modules"] is not _Dropped:
+            fields = {name: () if each is _Dropped else each for name, each in fields.items()}
+        return _Dropped if _Dropped in fields.values() else replace(value, **fields)
+    return size(value) if type(value) is int else value
+
+
+# ---- inputs, and values ------------------------------------------------------------------------
 
 
 def shrunken(inputs: Any, sizes: Mapping[str, int] = _INPUTS[-2]) -> Any:
@@ -269,3 +239,54 @@ def shrunken(inputs: Any, sizes: Mapping[str, int] = _INPUTS[-2]) -> Any:
         return leaf.contiguous()
 
     return tree_map_only(torch.Tensor, shrunken, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+def with_values(inputs: Any, model: nn.Module) -> Any:
+    """The inputs on the CPU; random where they have no values or one, indices within every table."""
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+
+    def real(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if _has_values(leaf):
+            return _comparable(leaf)
+        if leaf.is_floating_point():
+            return torch.randn(leaf.shape)
+        if leaf.dtype == torch.bool or "mask" in "".join(map(str, path)):
+            return torch.ones(leaf.shape, dtype=leaf.dtype)
+        return torch.randint(0, min(tables, default=2), leaf.shape).to(leaf.dtype)
+
+    return tree_map_with_path(real, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+@torch.no_grad()
+def filled(model: nn.Module) -> nn.Module:
+    """A copy of a model on the CPU in fp64, with random parameters where they have no values or one."""
+    made = copied(model, "cpu").double()
+    for parameter, own in zip(made.parameters(), model.parameters(), strict=True):
+        if not _has_values(own):
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            else:
+                parameter.uniform_(0.5, 1.5)
+    for buffer, given in zip(made.buffers(), model.buffers(), strict=True):
+        if given.is_meta and buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+    return made
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """More than one."""
+    return not tensor.is_meta and bool((tensor != tensor.flatten()[:1]).any())
+
+
+def _comparable(leaf: torch.Tensor) -> torch.Tensor:
+    """Values a model can be compared on: random ones for what lay in memory (``torch.empty``, given for its
+    shape), smaller ones for large numbers."""
+    # A mask has two values, of which minus infinity or the smallest number may be one.
+    if not leaf.is_floating_point() or (leaf.max() <= 1 and torch.unique(leaf).numel() == 2):
+        return leaf.cpu()
+    largest = leaf.abs().max().double().item()
+    if not _SMALLEST_INPUT <= largest <= _LARGEST_INPUT:
+        return torch.randn(leaf.shape)
+    return leaf.cpu() * min(_COMPARED_INPUT / largest, 1.0)

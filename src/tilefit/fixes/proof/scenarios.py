@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only
 
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
+from tilefit.capture.trees import tensors
 
 #: Gradients in fp16 are computed of the loss times this, as in training, and divided by it: as they are, most
 #: would be below the smallest numbers that fp16 holds in full precision.
@@ -51,7 +52,7 @@ class Trial:
             compared without dropout.
         parts: Arguments of modules that are called by themselves, by path.
         train: The run trains.
-        steps: How many steps an optimizer makes.
+        steps: How many steps each optimizer makes.
     """
 
     inputs: Any
@@ -64,14 +65,22 @@ class Trial:
     train: bool = True
     steps: int = 3
 
+    @property
+    def precision(self) -> torch.dtype:
+        """The coarsest element type of what is computed."""
+        return AMP_DTYPES[self.amp] if self.amp else self.dtype
+
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The user's random numbers stay as they are; in fp64 everything is."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng())
-            if self.dtype == torch.float64 and not self.amp:
-                stack.enter_context(in_double())
-            yield
+        """The user's random numbers stay as they are; in fp64 everything is, new tensors too."""
+        default = torch.get_default_dtype()
+        is_double = self.precision == torch.float64
+        with torch.random.fork_rng(), _InDouble() if is_double else nullcontext():
+            torch.set_default_dtype(torch.float64 if is_double else default)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(default)
 
     def prepared(self, model: nn.Module, training: bool = False) -> nn.Module:
         """A copy of a model, to be run."""
@@ -97,8 +106,7 @@ class Trial:
             new = leaf.detach().to(self.device, self.dtype if is_float else leaf.dtype, copy=True)
             return new.requires_grad_(grad and is_float)
 
-        tree = self.inputs if tree is None else tree
-        return tree_map(made, dict(tree) if isinstance(tree, Mapping) else tree)
+        return tree_map(made, _plain(self.inputs if tree is None else tree))
 
     def called(self, model: nn.Module, inputs: Any) -> Any:
         """What the model returns."""
@@ -133,7 +141,7 @@ class Trial:
         """A loss, and the gradients of parameters and inputs."""
         if loss is None:
             return
-        scale = _LOSS_SCALE if torch.float16 in (self.dtype, AMP_DTYPES.get(self.amp)) else 1.0
+        scale = _LOSS_SCALE if self.precision == torch.float16 else 1.0
         (loss if scale == 1.0 else loss.float() * scale).backward()  # type: ignore[no-untyped-call]
         yield "loss", loss.detach()
         given = [(f"input{path}", leaf) for path, leaf in leaves(inputs) if isinstance(leaf, torch.Tensor)]
@@ -197,110 +205,89 @@ def _one_pass(trial: Trial, model: nn.Module) -> Told:
     return trial.passed(model, trial.fresh(grad=True))
 
 
-def _stepped(
-    trial: Trial, model: nn.Module, made: Callable[[list[nn.Parameter]], torch.optim.Optimizer], clips: bool
-) -> Told:
-    """Losses of some steps, and parameters and buffers at the end."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = made(trainable) if trainable else None
-    for number in range(1, trial.steps + 1):
-        loss = trial.loss_of(trial.called(model, trial.fresh()))
-        if loss is None or optimizer is None:
-            return
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        if clips:
-            yield f"gradient norm of step {number}", nn.utils.clip_grad_norm_(trainable, 1.0)
-        optimizer.step()
-        yield f"loss of step {number}", loss.detach()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield f"{name} after {trial.steps} steps", tensor.detach()
+@_scenario("optimizer steps", training=True, most=_FEW)
+def _stepped(trial: Trial, model: nn.Module) -> Told:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        return
+    how: dict[str, Any] = {"lr": _LEARNING_RATE, "weight_decay": 0.1}
+    sgd = torch.optim.SGD(trained, momentum=0.9, **how)
+    for optimizer in (sgd, torch.optim.AdamW(trained, eps=_EPSILON, **how)):
+        kind = type(optimizer).__name__
+        for number in range(1, trial.steps + 1):
+            loss = trial.loss_of(trial.called(model, trial.fresh()))
+            if loss is None:
+                return
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            yield f"gradient norm of step {number} of {kind}", nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            yield f"loss of step {number} of {kind}", loss.detach()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield f"{name} after {trial.steps} steps of {kind}", tensor.detach().clone()
 
 
-_OPTIMIZERS: tuple[tuple[Any, bool, dict[str, float]], ...] = (
-    (torch.optim.SGD, False, {"momentum": 0.9}),
-    (torch.optim.AdamW, True, {"eps": _EPSILON}),
-)
-for _kind, _clips, _more in _OPTIMIZERS:
-    _made = partial(_kind, lr=_LEARNING_RATE, weight_decay=0.1, **_more)
-    _scenario(_kind.__name__, training=True, most=_FEW)(partial(_stepped, made=_made, clips=_clips))
-
-
-@_scenario("inputs used again and written to", most=_MANY)
-def _reused(trial: Trial, model: nn.Module) -> Told:
+@_scenario("called again", most=_MANY)
+def _called_again(trial: Trial, model: nn.Module) -> Told:
+    """With the same inputs, with these written to, with other weights."""
     for mode in (torch.no_grad, torch.inference_mode):
         inputs = trial.fresh()
         with mode():
-            for number in (1, 2, 3):
-                for leaf in floats(inputs) if number == 3 else ():
-                    leaf.mul_(0.5)
-                yield f"output of call {number}, {mode.__name__}", trial.called(model, inputs)
+            for how in ("", " again", ", written to", ", other weights"):
+                if how == ", written to":
+                    for leaf in floats(inputs):
+                        leaf.mul_(0.5)
+                elif how == ", other weights":
+                    _load_others(model)
+                yield f"output of inputs{how}, {mode.__name__}", trial.called(model, inputs)
         yield f"inputs afterwards, {mode.__name__}", inputs
+
+
+def _load_others(model: nn.Module) -> None:
+    state = model.state_dict()
+    model.load_state_dict({**state, **{n: 1.5 * each for n, each in state.items() if is_float(each)}})
 
 
 @_scenario("inputs that are views", most=_MANY)
 def _views(trial: Trial, model: nn.Module) -> Told:
-    wholes: list[torch.Tensor] = []
-    views: list[torch.Tensor] = []
+    def doubled(leaf: torch.Tensor) -> torch.Tensor:
+        return torch.stack((leaf, leaf), -1).requires_grad_(leaf.is_floating_point())
+
+    wholes = tree_map_only(torch.Tensor, doubled, trial.fresh())
+    views = tree_map_only(torch.Tensor, lambda whole: whole[..., 0], wholes)
     hooked: list[torch.Tensor] = []
-
-    def view(leaf: torch.Tensor) -> torch.Tensor:
-        if not leaf.dim():
-            return leaf
-        whole = torch.stack((leaf, leaf), -1).requires_grad_(leaf.is_floating_point())
-        part = whole[..., 0]
-        if part.requires_grad:
-            wholes.append(whole)
-            views.append(part)
-            part.register_hook(hooked.append)  # type: ignore[no-untyped-call]
-        return part
-
-    output = trial.called(model, tree_map_only(torch.Tensor, view, trial.fresh()))
+    for each in floats(views):
+        each.register_hook(hooked.append)  # type: ignore[no-untyped-call]
+    output = trial.called(model, views)
     yield "output", output
-    loss = trial.loss_of(output)
-    if loss is not None and views:
-        both = [*views, *wholes]
-        yield "gradients", torch.autograd.grad(loss, both, retain_graph=True, allow_unused=True)
+    loss, given = trial.loss_of(output), [*floats(views), *floats(wholes)]
+    if loss is not None and given:
+        yield "gradients", torch.autograd.grad(loss, given, retain_graph=True, allow_unused=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        yield "gradients of the whole", [whole.grad for whole in wholes]
+        yield "gradients of the whole", [whole.grad for whole in floats(wholes)]
         yield "seen by hooks", hooked
 
 
 @_scenario("a batch of another size", most=_MANY)
 def _other_batch(trial: Trial, model: nn.Module) -> Told:
-    first = next((v for _, v in leaves(trial.inputs) if isinstance(v, torch.Tensor) and v.dim()), None)
-    size = 0 if first is None else first.shape[0]
-    rows = torch.tensor([*range(size), 0])
+    size = next((each.shape[0] for each in tensors(trial.inputs) if each.dim()), 0)
 
-    def other(leaf: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        return leaf[chosen.to(leaf.device)] if leaf.dim() and leaf.shape[0] == size else leaf
+    def other(leaf: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        return leaf[rows] if leaf.dim() and leaf.shape[0] == size else leaf
 
-    for chosen in (rows, rows[:1]) if size else ():
-        given = tree_map_only(torch.Tensor, partial(other, chosen=chosen), _plain(trial.inputs))
+    for rows in ([*range(size), 0], [0]) if size else ():
+        given = tree_map_only(torch.Tensor, partial(other, rows=rows), _plain(trial.inputs))
         model.zero_grad()
         for what, tree in trial.passed(model, trial.fresh(given, grad=True)):
-            yield f"{what} of {len(chosen)}", tree
-
-
-@_scenario("other weights loaded", most=_MANY)
-def _reloaded(trial: Trial, model: nn.Module) -> Told:
-    inputs = trial.fresh()
-    _load_others(trial, model, inputs)
-    with torch.no_grad():
-        yield "output", trial.called(model, inputs)
-
-
-def _load_others(trial: Trial, model: nn.Module, inputs: Any) -> None:
-    """Load other weights behind a call."""
-    with torch.no_grad():
-        trial.called(model, inputs)
-    state = model.state_dict()
-    model.load_state_dict({k: 1.5 * v if v.is_floating_point() else v for k, v in state.items()})
+            yield f"{what} of {len(rows)}", tree
 
 
 @_scenario("parts called by themselves", most=_MANY)
-def _parts_alone(trial: Trial, model: nn.Module) -> Told:
-    _load_others(trial, model, trial.fresh())
+def _parts(trial: Trial, model: nn.Module) -> Told:
+    """With other weights than in a call before."""
+    with torch.no_grad():
+        trial.called(model, trial.fresh())
+    _load_others(model)
     for path in trial.parts:
         model.zero_grad()
         args, kwargs = given = trial.fresh(trial.parts[path], grad=True)
@@ -348,7 +335,7 @@ def _nan(trial: Trial, model: nn.Module) -> Told:
     inputs = trial.fresh()
     given = [leaf for leaf in floats(inputs) if leaf.dim()]
     for leaf in given:
-        leaf[0].flatten()[:1] = torch.nan
+        leaf[(0,) * leaf.dim()] = torch.nan
     with torch.no_grad():
         yield "output", trial.called(model, inputs) if given else None
 
@@ -398,24 +385,15 @@ def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def floats(tree: Any) -> Iterator[torch.Tensor]:
     """The floating-point tensors of a tree."""
-    for _, leaf in leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            yield leaf
+    yield from (leaf for _, leaf in leaves(tree) if is_float(leaf))
+
+
+def is_float(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether something is a floating-point tensor."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 # ---- fp64 --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def in_double() -> Iterator[None]:
-    """Within the block, new tensors are in fp64, and what is cast to another floating-point type is, too."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _InDouble():
-            yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 class _InDouble(TorchFunctionMode):
@@ -425,13 +403,13 @@ class _InDouble(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _CASTS:
             return args[0].double()
-        if torch.dtype in map(type, args) or torch.dtype in map(type, kwargs.values()):
-            args, kwargs = map(_wider, args), {name: _wider(value) for name, value in kwargs.items()}
+        if torch.dtype in map(type, (*args, *kwargs.values())):
+            args, kwargs = tree_map_only(torch.dtype, _wider, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _wider(argument: Any) -> Any:
-    return torch.float64 if isinstance(argument, torch.dtype) and argument in _FLOATS else argument
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in _FLOATS else dtype
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)

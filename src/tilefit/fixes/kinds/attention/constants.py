@@ -18,8 +18,6 @@ from torch.utils.weak import WeakIdRef
 from tilefit.fixes.changes.calls import is_on_gpu
 
 _MAKERS = frozenset("ones zeros full arange eye tensor".split())
-#: Of their first argument only shape and element type matter.
-_LIKE = frozenset("ones_like zeros_like full_like new_ones new_zeros new_full".split())
 _RANDOM = frozenset(
     """rand_like randn_like randint_like bernoulli dropout multinomial normal empty_like new_empty
     native_dropout""".split()
@@ -66,14 +64,11 @@ class Constants:
     def observe(self, func: Any, args: Any, kwargs: Any, result: Any, in_place: bool) -> None:
         """Note a call of PyTorch; ``in_place``: it wrote into its first argument."""
         name = getattr(func, "__name__", "")
-        if name not in _MAKERS and name not in _LIKE and self._keys.keys().isdisjoint(map(id, args)):
-            return
-        if not isinstance(result, torch.Tensor):
+        is_made = name in _MAKERS or not self._keys.keys().isdisjoint(map(id, args))
+        if not is_made or not isinstance(result, torch.Tensor):
             return
         key = None
         with suppress(_UnknownError):
-            if name in _LIKE:
-                args = (result.shape, result.dtype, *args[1:])
             key = func, self._key((args, kwargs))
         if in_place:
             self._keys.clear()  # views of the same memory have changed with it

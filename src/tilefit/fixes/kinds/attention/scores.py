@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -183,10 +183,11 @@ class Scores(torch.Tensor):
 
     def reads(self, written: Any) -> bool:
         """Whether the calls that make the tensor read another, or what may lie in its memory."""
-        leaves = [leaf for leaf in tree_leaves(self.made_by) if isinstance(leaf, torch.Tensor)]
+        leaves = () if self is written else tree_leaves(self.made_by[1:])
         return any(
             leaf is written or (leaf.reads(written) if type(leaf) is Scores else _may_share(leaf, written))
             for leaf in leaves
+            if isinstance(leaf, torch.Tensor)
         )
 
     def require_operands(self) -> None:
@@ -245,6 +246,7 @@ _IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv m
 _IN_PLACE |= {"__set__", "__setitem__", "numpy", "__array__", "__dlpack__", "data_ptr"}
 
 
+@cache
 def _is_in_place(name: str) -> bool:
     """Whether the call of this name writes into its first argument."""
     # An overload of an operator is called ``mul_.Tensor``.
@@ -268,24 +270,18 @@ def called(func: Any, args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     in_place = scores.fusing.write(func, args, kwargs)
-    is_followed = func in _STEPS and direct and scores.value is None and not scores.averaged
-    if (
-        is_followed
-        and scores.state == _state(scores.query)
-        and not (in_place and scores is not args[0])
-        and kwargs.keys() <= _KEYWORDS
-    ):
-        with suppress(_OtherError):
-            result = _STEPS[func](*args, **kwargs)
-            if not isinstance(result, dict):
-                return result
-            if not in_place:
-                return Scores.of(
-                    **{**vars(scores), "shares": False, **result, "made_by": (func, args, kwargs)}
-                )
-            args = Scores.of(**vars(scores)), *args[1:]  # as it was until now
-            vars(scores).update(result, kind=scores.kind, made_by=(func, args, kwargs))
-            return scores
+    with suppress(_OtherError):
+        _need(func in _STEPS and direct and scores.value is None and not scores.averaged)
+        _need(scores.state == _state(scores.query) and kwargs.keys() <= _KEYWORDS)
+        _need(scores is args[0] or not in_place)
+        result = _STEPS[func](*args, **kwargs)
+        if not isinstance(result, dict):
+            return result
+        if not in_place:
+            return Scores.of(**{**vars(scores), "shares": False, **result, "made_by": (func, args, kwargs)})
+        args = Scores.of(**vars(scores)), *args[1:]  # as it was until now
+        vars(scores).update(result, kind=scores.kind, made_by=(func, args, kwargs))
+        return scores
     return scores.fusing.plainly(func, args, kwargs)
 
 
@@ -457,7 +453,7 @@ def _begun(mode: Fusing, func: Any, args: Any, kwargs: Any) -> Scores:
     state = _state(query)
     _need(query.dim() == key.dim() and query.shape[-1] == key.shape[-1] <= LARGEST_HEAD)
     _need(query.dtype == key.dtype or state[1] is not None)
-    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])  # type: ignore[no-untyped-call]
+    lead = torch._C._infer_size(query.shape[:-2], key.shape[:-2])
     begun = Scores.of(
         fusing=mode,
         query=query,
@@ -503,11 +499,8 @@ def _by_letters(*args: Any, **kwargs: Any) -> _Product:
     if out[-2] not in first:
         a, b, first, second = b, a, second, first
     width = "".join(set(first) & set(second) - set(out))
-    return (
-        _arranged(a, first, out[:-1] + width),
-        _arranged(b, second, out[:-2] + out[-1] + width),
-        {},
-    )
+    query = _arranged(a, first, out[:-1] + width)
+    return query, _arranged(b, second, out[:-2] + out[-1] + width), {}
 
 
 def _letters(equation: Any, *operands: torch.Tensor) -> list[str]:
@@ -535,23 +528,20 @@ def _attended(scores: Any, value: Any) -> torch.Tensor:
     _need(value.shape[:-1] == (*lead, key.shape[-2]) and not scores.fusing.is_kept())
     _need(cast or query.dtype == value.dtype == scores.kind)
     scores.require_operands()
-    mask, nowhere, causal = None, None, _is_causal(scores)
-    if not causal and (scores.masks or scores.bias is not None):
+    masks = scores.masks if scores.bias is None else (*scores.masks, (scores.bias, True))
+    causal = len(masks) == 1 and scores.fusing.constants.is_causal(*masks[0], _NEVER)
+    mask = nowhere = None
+    if masks and not causal:
         query, mask, nowhere = _masking(scores)
     if nowhere is not None:
         value = _undefined(value, nowhere)
     four = torch.Size((lead[:-1].numel(), lead[-1]))
     if mask is not None:
         mask = _folded(mask if mask.dtype == torch.bool or cast else mask.to(query.dtype), lead, four)
+        mask = mask[(None,) * (4 - mask.dim())]
     query, key, value = (_whole(tensor, lead, four) for tensor in (query, key, value))
     out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=scores.dropped,
-        is_causal=causal,
-        scale=scores.factor,
+        query, key, value, attn_mask=mask, dropout_p=scores.dropped, is_causal=causal, scale=scores.factor
     )
     if out.grad_fn is not None:
         out.grad_fn.register_prehook(_refuse_second)
@@ -585,7 +575,8 @@ def _masking(scores: Scores) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor |
     """
     query, mask, nowhere = scores.query, scores.bias, None
     if scores.masks:
-        kept = reduce(torch.logical_and, (mask if keep else ~mask for mask, keep in scores.masks))
+        each = (mask if keep else ~mask for mask, keep in scores.masks)
+        kept = torch.atleast_2d(reduce(torch.logical_and, each))  # type: ignore[no-untyped-call]
         empty = ~kept.any(-1, keepdim=True)
         kept, query = kept | empty, torch.where(empty, 0.0, query)
         nowhere = empty if scores.fill == -math.inf else None
@@ -614,13 +605,6 @@ def _is_any(lost: torch.Tensor, scores: Scores) -> bool:
     base = bias if bias._base is None else bias._base
     place = bias.storage_offset(), bias.shape, bias.stride()
     return found_out((WeakIdRef(base), bias._version, *place, scores.kind), lost.any)
-
-
-def _is_causal(scores: Scores) -> bool:
-    known = scores.fusing.constants.is_causal
-    if scores.bias is None and len(scores.masks) == 1:
-        return known(*scores.masks[0], _NEVER)
-    return scores.bias is not None and not scores.masks and known(scores.bias, True, _NEVER)
 
 
 # ---- which functions -----------------------------------------------------------------------------
