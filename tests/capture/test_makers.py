@@ -97,7 +97,7 @@ def test_a_function_has_the_lines_of_its_optimizers_and_calls(
     monkeypatch.chdir(tmp_path)
     Path("function.py").write_text(_FUNCTION.replace("None", device))
     step = capture_in_child("function.py:build", TargetOptions(), fresh=True)
-    assert step.program.optimizers == ("function.py:10",)
+    assert step.program.optimizers == ("function.py:10",) * 2
     assert {(each.call, each.name) for each in step.program.models} == {
         ("function.py:15:23", "first"),
         ("function.py:15:24", "second"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.modules import module as nn_module
 
 from alone import alone
@@ -190,6 +191,25 @@ def test_code_that_moves_tensors_to_cuda_runs() -> None:
 def test_compiled_code_runs_as_python() -> None:
     step = captured(torch.compile(lambda self, x: x.exp()), rows(4, 8), train=False)
     assert names(step) == ["exp"]
+
+
+def test_what_is_compiled_in_a_capture_and_kept_is_compiled_after_it() -> None:
+    kept: dict[str, Any] = {}
+
+    def compiled_once(self: nn.Module, x: torch.Tensor) -> Any:
+        if not kept:
+            kept["call"] = torch.compile(F.silu, backend="eager")
+            kept["decorated"] = torch.compile(backend="eager")(lambda x: x.exp().sin())
+        return kept["decorated"](kept["call"](x))
+
+    for _ in range(2):
+        assert names(captured(compiled_once, rows(4, 8), train=False)) == ["silu", "exp", "sin"]
+    counters.clear()
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(compiled_once(nn.Module(), x), F.silu(x).exp().sin())
+    assert counters["stats"]["unique_graphs"] == 2
+    whole = torch.compile(lambda x: kept["call"](x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(whole(x), F.silu(x))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -189,6 +189,7 @@ def test_a_batch_that_is_not_told_varies_beside_a_length_that_is(runs: list[tupl
         (("sweep", "train.py", "--over", "batch=1,2", "--measure"), "--measure has no effect"),
         (("plan", "train.py", "--set", "layers=2"), "do not say where layers goes"),
         (("plan", "train.py", "--ranks", "2"), "No such option: --ranks"),
+        (("check", "train.py", "--bs", "2"), "stand behind --: tilefit check train.py -- --bs"),
         (("explain", "hf:gpt2", "lm_head", "more"), "unexpected argument 'more'"),
         (("explain", "hf:gpt2", "--skip", "3"), "--skip has no effect"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_layers_share_what_is_compiled() -> None:
         x = torch.randn(rows, 7, 64)
         for model in (original, changed):
             model.zero_grad()
-            model(x).square().sum().backward()
+            model(x).square().mean().backward()
         torch.testing.assert_close(changed(x), original(x))
         for p, q in zip(original.parameters(), changed.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad)
@@ -248,6 +249,24 @@ def test_a_method_that_is_exchanged_later_counts(monkeypatch: pytest.MonkeyPatch
     assert graphs()
     monkeypatch.setattr(Helped, "helper", lambda self, x: x)
     torch.testing.assert_close(changed[1](x), x * x)
+
+
+@pytest.mark.usefixtures("_compiling")
+def test_a_plan_is_of_the_model_as_it_is_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed() -> nn.Module:
+        return fixed(nn.Sequential(nn.Linear(64, 64), Helped()), X, select=["PRC004"], verify=False).model
+
+    x = torch.randn(2, 64)
+    before = changed()
+    monkeypatch.setattr(Helped, "helper", lambda self, x: x + 1)
+    for model in (before, copy.deepcopy(before)):
+        torch.testing.assert_close(model[1](x), x * (x + 1))
+    assert not graphs()
+    for model in ((after := changed()), copy.deepcopy(after), pickle.loads(pickle.dumps(after))):
+        counters.clear()
+        torch.compiler.reset()
+        torch.testing.assert_close(model[1](x), x * (x + 1))
+        assert graphs()
 
 
 @pytest.mark.usefixtures("_compiling")

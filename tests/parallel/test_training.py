@@ -8,7 +8,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from tilefit.capture import capture
 from tilefit.capture.child import capture_target
 from tilefit.cost.launch import COLLECTIVE_S, fsdp_s
 from tilefit.cost.links import NETWORKS, TAKEN, Fabric, Network
@@ -466,6 +469,14 @@ def test_every_split_keeps_the_batch_and_the_best_is_the_fastest_that_fits(model
         min(planner.training(split).step_s() for split in [*splits[::7], best[0].split])
     )
     assert planner.counts(16) == [1, 2, 4, 8, 16]
+
+
+def test_samples_without_tokens_are_not_cut_into_small_micro_batches() -> None:
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)]
+    model = Model(capture(nn.Sequential(*layers), torch.empty(1024, 256)))
+    planner = Planner(model, CLUSTER, Job(1024, precision_of(model.step)))
+    assert planner.best(1)[0].split.samples == 1024
+    assert {split.samples for split in planner.splits(8)} >= {1, 64, 128, 1024}
 
 
 def test_weights_in_bf16_have_a_copy_and_tokens_are_counted(models: dict[int, Model]) -> None:

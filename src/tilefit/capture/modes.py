@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -264,10 +265,29 @@ def _eager() -> Iterator[None]:
     """Compiled regions run as plain Python: what fusion buys is the cost model's business."""
 
     def compiled(model: Any = None, **options: Any) -> Any:
-        return model if model is not None else lambda function: function
+        if model is None:
+            return lambda function: compiled(function, **options)
+        return model if isinstance(model, nn.Module) else _later(model, options)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch, "compile", compiled))
         if "torch._dynamo" in sys.modules:  # else nothing can have been compiled, and importing it is slow
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
+
+
+def _later(function: Any, options: Any) -> Callable[..., Any]:
+    """A function that is compiled where it is called outside of any capture. What was compiled within one may
+    be kept: by a library that compiles ``flex_attention`` once for all models, by a file that is imported."""
+    made: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_captured = torch.compile.__module__ == __name__
+        if is_captured or torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if not made:
+            made.append(torch.compile(function, **options))
+        return made[0](*args, **kwargs)
+
+    return run

@@ -103,7 +103,7 @@ def capture(
         compiled=options.compile,
     )
     step = modes.step(settings, name or function or type(model).__name__, inputs, notes)
-    made = dict.fromkeys(map(made_at, modes.steps.known)) if function else ()
+    made = map(made_at, modes.steps.known) if function else ()
     models = (called(module, place, modes.steps.known) for module, place in modes.sites.calls)
     program = replace(step.program, optimizers=tuple(made), models=tuple(models))
     return replace(step, program=program)

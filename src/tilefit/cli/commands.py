@@ -23,6 +23,12 @@ class Command(TyperCommand):
             name = getattr(error, "option_name", "")
             if name[1:2].isdigit():
                 raise UsageError(f"{name}: a size is at least 1") from error
+            program = next((each for each in args if each.endswith(".py")), "")
+            takes_own = any(each.metavar == "[ARGS]..." for each in self.params)
+            if name and program and takes_own and "--" not in args:
+                meant = f"tilefit {ctx.info_name} {program} -- {name}"
+                hint = f"The program's own options stand behind --: {meant}"
+                raise UsageError(error.format_message(), hint=hint) from error
             raise
         # Of a flag and its opposite the last one counts, as everywhere; of two values neither is meant less.
         options = [each for each in order if not getattr(each, "is_flag", True)]  # arguments have none

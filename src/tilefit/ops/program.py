@@ -207,7 +207,7 @@ class Program:
         loaders: The data loaders that fed the step.
         habits: Ways of writing it that cost time.
         fake: Data that were made up, such as ``torchvision.datasets.MNIST: 60000 random images``.
-        optimizers: Lines that made those that stepped.
+        optimizers: Of each that stepped, the line that made it.
         models: Those that are called and have parameters, the one that the step is of first.
         exchanges: Collectives of the step, in order.
         order: What the streams are told, in order.

@@ -22,8 +22,9 @@ from tilefit.parallel.training import RankMemory, StepTime, Training
 KEPT = 24
 #: Tokens of a rank's part of a sequence below which context parallelism is not tried. A choice.
 LEAST_TOKENS = 4096
-#: Samples of a micro-batch, at most. A choice: more fill no GPU better.
-MOST_SAMPLES = 64
+#: Samples of a micro-batch, at most, and tokens (each sample is one where there are none), where these are
+#: fewer. A choice: more fill no GPU better.
+MOST_SAMPLES, MOST_TOKENS = 64, 2**16
 #: Micro-batches that follow each other, at most: more take hours for a step, and are never the fastest.
 MOST_PARTS = 4096
 #: A slow host's launches over the usual one's. Two of the same kind took 0.74 and 1.25 to 2.2 times the
@@ -173,7 +174,8 @@ class Planner:
     def _micro_batches(self, tensor: int, context: int, pipeline: int, data: int) -> Iterator[TrainingSplit]:
         own = self.job.batch // data
         shared = [(0, True)] if data * context == 1 else [(0, True), (1, True), (3, True), (3, False)]
-        for samples, experts in product(_divisors(own, MOST_SAMPLES), self._experts(tensor, data * context)):
+        most = max(MOST_SAMPLES, MOST_TOKENS // max(1, tokens_of(self.model.step)))
+        for samples, experts in product(_divisors(own, most), self._experts(tensor, data * context)):
             parts = own // samples
             if parts > MOST_PARTS:
                 continue

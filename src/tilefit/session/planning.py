@@ -269,7 +269,7 @@ def _of_one_gpu(step: Step) -> Step:
         why = f"is one of {program.ranks} ranks already"
         hint = "Run it for one GPU: without WORLD_SIZE in the environment."
     elif len(program.optimizers) > 1:
-        why = f"has several optimizers: {', '.join(program.optimizers)}"
+        why = f"has several optimizers: {', '.join(dict.fromkeys(program.optimizers))}"
         hint = "A plan knows one model with one optimizer."
     elif program.micro_batches > 1:
         why = f"sums the gradients of {program.micro_batches} micro-batches"

@@ -278,8 +278,7 @@ def test_of_two_optimizers_each_steps_in_the_step(tmp_path: Path) -> None:
 import torch
 from torch import nn
 generator, critic = nn.Linear(64, 300).cuda(), nn.Linear(300, 1).cuda()
-first = torch.optim.RMSprop(critic.parameters())
-second = torch.optim.Adam(generator.parameters())
+first, second = torch.optim.RMSprop(critic.parameters()), torch.optim.Adam(generator.parameters())
 scaler = torch.amp.GradScaler("cuda")
 for step in range(1, 100):
     made = generator(torch.randn(32, 64, device="cuda"))
@@ -293,6 +292,7 @@ for step in range(1, 100):
 
     assert step.program is not None
     assert "RMSprop, Adam" in step.program.step
+    assert len(step.program.optimizers) == 2  # though one line made both
     assert sum(e.op.multiplies and e.phase == "forward" for e in step.ops) == 3 * 2 + 1
     assert sum(e.kind == WAIT for e in step.program.events) >= 4  # found_inf, of each step of an optimizer
 

@@ -244,7 +244,7 @@ class Window:
             events=tuple(modes.meetings.events),
             assumptions=modes.meetings.assumptions,
             habits=habits,
-            optimizers=tuple(dict.fromkeys(map(made_at, stepped))),
+            optimizers=tuple(map(made_at, stepped)),
             models=tuple(self._models_called(call, stepped)),
             exchanges=tuple(modes.meetings.exchanges),
             order=tuple(modes.meetings.order),

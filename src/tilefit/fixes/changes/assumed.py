@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 from itertools import starmap
 from typing import Any
 
@@ -21,10 +20,28 @@ OF_MODULES = frozenset((*vars(nn.Module()), *OF_CHANGED, "_compiled_call_impl"))
 _Read = tuple[Any, str, Any, Any]
 
 
-@cache
-def outside(kind: Any, forward: Callable[..., Any]) -> tuple[_Read, ...]:
-    """What a class's ``forward`` and the functions it calls read that is neither argument nor attribute: of
-    the class, of the files they are in, of modules that these import, of functions around them."""
+class _Outside:
+    """What a class's ``forward`` and the functions it calls read that is neither argument nor attribute, as
+    it is now. A copy has what this one has; one that is loaded in another process, what is there.
+
+    Attributes:
+        reads: What is read.
+    """
+
+    def __init__(self, kind: type, forward: Callable[..., Any]) -> None:
+        self._of = kind, forward
+        self.reads = _outside(kind, forward)
+
+    def __deepcopy__(self, memo: Any) -> _Outside:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Outside, self._of
+
+
+def _outside(kind: Any, forward: Callable[..., Any]) -> tuple[_Read, ...]:
+    """Of the class, of the files that the functions are in, of modules that these import, of functions around
+    them."""
     found: dict[tuple[int, str], _Read] = {}
     waiting, seen = [forward], set()
     while waiting:
@@ -112,12 +129,14 @@ class Assumed:
         kind, forward: The module's class, and that of the class.
         parts: Names of its parts: a parametrization, which computes a parameter anew, is one.
         own: Its attributes, but for those that every module has.
+        outside: What else ``forward`` reads. Of this module, and not of its class once and for all: a plan
+            that is made after something was exchanged is of the module as it is by then.
     """
 
     def __init__(self, module: nn.Module) -> None:
         kind: Any = type(module)
-        outside(kind, kind.forward)  # now, and not while a capture answers for PyTorch
         self.kind, self.forward = kind, kind.forward
+        self.outside = _Outside(kind, kind.forward)
         self.parts = tuple(module._modules)
         own = ((name, value) for name, value in vars(module).items() if name not in OF_MODULES)
         self.own = [_noted(module, *each) for each in own if is_plain(each[1]) or not is_torchs(module)]
@@ -128,7 +147,7 @@ class Assumed:
         if torch.compiler.is_compiling():  # which compiles anew for another value
             is_same = all(getattr(module, name, None) == value for _, name, value, _ in self.own)
             return is_same and kind.forward is self.forward
-        others: Iterable[_Read] = outside(self.kind, self.forward)
+        others: Iterable[_Read] = self.outside.reads
         if kind is not self.kind:
             others = [(kind if owner is self.kind else owner, *read) for owner, *read in others]
         if kind.forward is not self.forward or tuple(module._modules) != self.parts:

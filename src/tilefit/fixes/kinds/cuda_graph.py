@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ _PLAIN = (type(None), bool, int, float, str)
 _LIBRARIES = ("torch.nn.modules.", "torchvision.models.", "torchvision.ops.", "timm.models.", "timm.layers.")
 _OURS = "tilefit.fixes."
 _NOT = "torchvision.models.detection."
+#: Whose functions these may call.
+_KNOWN = {"torch", "torchvision", "timm", "tilefit", "numpy", *sys.stdlib_module_names}
 
 
 @fix("cuda-graph", stage=Stage.RUN)
@@ -161,6 +165,8 @@ class Graphed(Behaviour):
 def as_it_is(model: nn.Module) -> Callable[[], Any]:
     """What tells in which modes a model is, as long as it runs the same on the same tensors; else None."""
     then = [(module, Assumed(module), _runs(module)) for module in model.modules()]
+    if any(_is_users(value) for _, each, _ in then for _, _, value, _ in each.outside.reads):
+        return _none
     parameters = list(model.parameters())
 
     def modes() -> Any:
@@ -169,6 +175,12 @@ def as_it_is(model: nn.Module) -> Callable[[], Any]:
         return None
 
     return modes
+
+
+def _is_users(value: Any) -> bool:
+    """Whether something is a function of the user's, which may be in place of PyTorch's: nobody knows whether
+    it does the same in every call."""
+    return isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in _KNOWN
 
 
 def _runs(module: nn.Module) -> tuple[list[Any], list[Any]]:
