@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.behaviour import Edits
 from tilefit.fixes.kinds.attention.heads import FittedHeads
 
 KINDS = {

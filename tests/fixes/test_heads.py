@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from in_use import applied, difference, gradients, on_meta, planned
-from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.behaviour import Edits
 from tilefit.fixes.kinds.attention.heads import FittedHeads
 
 WIDTH, HEADS, LENGTH, KEYS = 20, 4, 6, 5

@@ -1,6 +1,6 @@
 """Fixes: change a model so that it runs faster, and prove that it is the same function."""
 
-from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.behaviour import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Fix, Refusal, RefusedError, Stage
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.planning.plan import AppliedFix, Plan, RefusedFix, strip

@@ -1,4 +1,4 @@
-"""What a changed module does when it is called.
+"""What a changed module does when it is called, and what takes back a change.
 
 A module is changed by giving it a behaviour, which runs in place of its ``forward`` or around it. The module
 stays the object it is, of the class it is, with its parameters; ``copy.deepcopy`` and ``pickle`` take the
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial, update_wrapper
 from typing import Any, ClassVar, cast
 
@@ -205,3 +206,55 @@ def require_changeable(module: nn.Module, path: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise RefusedError(f"{path or 'the model'} is compiled by TorchScript")
     refuse(is_replaced(module), f"the forward method of {path or 'the model'} was replaced")
+
+
+# ---- what takes it back ------------------------------------------------------------------------
+
+
+class Edits:
+    """Changes of live objects in their order; whoever changes one notes here what takes it back: functions of
+    files with their arguments, so that a plan can be pickled, and what is copied takes back the copy's."""
+
+    def __init__(self) -> None:
+        self._undos: list[Callable[[], Any]] = []
+
+    def give(self, module: nn.Module, path: str, behaviour: Behaviour) -> None:
+        """Give a module a behaviour.
+
+        Raises:
+            RefusedError: it cannot be given to it.
+        """
+        behaviour.require(module, path)
+        changed = Changed.of(module)
+        first, *others = changed.behaviours or (None,)
+        if behaviour.is_innermost and first is not None and first.is_innermost:
+            self.set(changed, "behaviours", (behaviour, *others))
+            return
+        changed.add(behaviour)
+        self.undone_by(partial(changed.remove, behaviour))
+
+    def set(self, target: Any, name: str, value: Any) -> None:
+        """Set an attribute, which the target need not have had."""
+        is_new = hasattr(target, "__dict__") and name not in vars(target)
+        kept = () if is_new else (getattr(target, name),)
+        setattr(target, name, value)
+        self.undone_by(partial(delattr if is_new else setattr, target, name, *kept))
+
+    def undone_by(self, undo: Callable[[], Any]) -> None:
+        """Note what takes back the change that was just made."""
+        self._undos.append(undo)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """What the block notes is taken back if it raises."""
+        before = len(self._undos)
+        try:
+            yield
+        except BaseException:
+            self.undo(before)
+            raise
+
+    def undo(self, left: int = 0) -> None:
+        """Take all of it back, the last first, but for so many changes."""
+        while len(self._undos) > left:
+            self._undos.pop()()

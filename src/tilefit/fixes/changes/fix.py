@@ -8,10 +8,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from tilefit.fixes.changes.behaviour import Behaviour
+from tilefit.fixes.changes.behaviour import Behaviour, Edits
 from tilefit.fixes.changes.behaviour import RefusedError as RefusedError
 from tilefit.fixes.changes.behaviour import refuse as refuse
-from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.modules import submodule
 from tilefit.fixes.changes.run import Run
 from tilefit.rules import base
@@ -90,7 +89,7 @@ class ChangeSet:
         Raises:
             RefusedError: it cannot be made.
         """
-        edits.run(run, **dict(self.options))
+        edits.undone_by(run.change(**dict(self.options)))
         if self.also is not None:
             self.also(self, run, edits)
         for path, behaviour in self.behaviours:

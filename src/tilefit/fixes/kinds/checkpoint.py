@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tilefit import units
 from tilefit.cost.recompute import CALL_S, NORMALIZATION, Recompute
-from tilefit.fixes.changes.behaviour import Behaviour
+from tilefit.fixes.changes.behaviour import Behaviour, Edits
 from tilefit.fixes.changes.calls import is_transformed
-from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix
 from tilefit.fixes.changes.modules import submodule
 from tilefit.fixes.changes.run import Run

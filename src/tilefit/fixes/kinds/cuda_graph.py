@@ -18,9 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tilefit.fixes.changes.assumed import Assumed
-from tilefit.fixes.changes.behaviour import Behaviour, behaviours, require_changeable
+from tilefit.fixes.changes.behaviour import Behaviour, Edits, behaviours, require_changeable
 from tilefit.fixes.changes.calls import are_all_watched, has_hooks, is_on_gpu
-from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, Stage, fix, refuse
 from tilefit.fixes.changes.run import Run
 from tilefit.rules.outside.graphs import WAITS
@@ -180,7 +179,7 @@ def as_it_is(model: nn.Module) -> Callable[[], Any]:
 def _is_users(value: Any) -> bool:
     """Whether something is a function of the user's, which may be in place of PyTorch's: nobody knows whether
     it does the same in every call."""
-    return isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in _KNOWN
+    return isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] not in _KNOWN
 
 
 def _runs(module: nn.Module) -> tuple[list[Any], list[Any]]:

@@ -15,9 +15,8 @@ from torch import nn
 from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from tilefit.fixes.changes.behaviour import Behaviour, behaves
+from tilefit.fixes.changes.behaviour import Behaviour, Edits, behaves
 from tilefit.fixes.changes.calls import is_on_gpu
-from tilefit.fixes.changes.edits import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, fix
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.parts import compiled

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tilefit.cost.recurrent_times import persistent_steps
-from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.behaviour import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, RefusedError, fix, in_words, refuse
 from tilefit.fixes.changes.modules import require_plain, submodule
 from tilefit.fixes.changes.run import Run

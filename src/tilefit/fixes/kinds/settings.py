@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from tilefit.capture.optimizer import MakeOptimizer
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
-from tilefit.fixes.changes.behaviour import Behaviour
-from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.behaviour import Behaviour, Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Found, Refusal, RefusedError, Stage, fix, refuse
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.cuda_graph import copies

@@ -16,8 +16,7 @@ from torch import nn
 
 from tilefit import console, units
 from tilefit.cost.estimate import MEASURED
-from tilefit.fixes.changes.behaviour import changes
-from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.behaviour import Edits, changes
 from tilefit.fixes.changes.fix import ChangeSet
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.fused_loss import CompiledLoss

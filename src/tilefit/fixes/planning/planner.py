@@ -22,7 +22,7 @@ from tilefit.cost import StepEstimate, estimate_step
 from tilefit.cost.estimate import ESTIMATED, MEASURED
 from tilefit.cost.priced import PricedGpu, resolve
 from tilefit.errors import CaptureError, UsageError
-from tilefit.fixes.changes.edits import Edits
+from tilefit.fixes.changes.behaviour import Edits
 from tilefit.fixes.changes.fix import ChangeSet, Context, Fix, RefusedError, Stage
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.settings import is_fused, like
