@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 import tilefit
+from tilefit.capture.tf32 import allow_tf32
 from tilefit.fixes.changes.run import Run
 from tilefit.fixes.kinds.settings import AUTOCAST
 
 
 @pytest.fixture(autouse=True)
 def _switches() -> Iterator[None]:
-    kept = torch.get_float32_matmul_precision()
+    take_back = allow_tf32(False)
     yield
-    torch.set_float32_matmul_precision(kept)
+    take_back()
 
 
 def model() -> nn.Module:
@@ -48,6 +49,16 @@ def test_tf32() -> None:
     found.undo()
     assert found.run.options.tf32 is None
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_switches_of_the_newer_kind_are_as_they_were() -> None:
+    cudnn: Any = torch.backends.cudnn
+    cudnn.conv.fp32_precision = "ieee"
+    found = plan(model(), "tf32", level="unsafe")
+    assert [fix.name for fix in found.fixes] == ["tf32"]
+    assert (cudnn.conv.fp32_precision, torch.get_float32_matmul_precision()) == ("tf32", "high")
+    pickle.loads(pickle.dumps(found.edits)).undo()
+    assert (cudnn.conv.fp32_precision, torch.get_float32_matmul_precision()) == ("ieee", "highest")
 
 
 def test_mixed_precision_is_worth_more_and_leaves_tf32_nothing() -> None:

@@ -24,6 +24,7 @@ from tilefit.capture.optimizer import OptimizerSteps, intercepted, scaled
 from tilefit.capture.recorder import Recorder
 from tilefit.capture.semantic import SemanticMode
 from tilefit.capture.sites import SiteTracker, user_line
+from tilefit.capture.tf32 import multiplies_in_tf32
 from tilefit.capture.trees import own_part, tensors
 from tilefit.errors import CaptureError, TilefitError
 from tilefit.ops import FORWARD, Memory, Parameter, Program, Settings, Step
@@ -53,8 +54,7 @@ class Modes:
         self.device = device
         self.of_module = of_module
         self.sites = SiteTracker(self._adopt, self._keep_saved, is_model, self._keep_gradients)
-        tf32_matmul = torch.backends.cuda.matmul.allow_tf32 if tf32 is None else tf32
-        tf32_conv = torch.backends.cudnn.allow_tf32 if tf32 is None else tf32
+        tf32_matmul, tf32_conv = multiplies_in_tf32() if tf32 is None else (tf32, tf32)
         self.recorder = recorder(self.sites, device, tf32_matmul=tf32_matmul, tf32_conv=tf32_conv)
         self.autocast = AutocastState()
         self.semantic = calls(self.recorder, self.autocast)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,17 @@ from torch import nn
 from tilefit.capture.dtypes import AMP_DTYPES
 from tilefit.capture.forward import call, loss_of_output
 from tilefit.capture.optimizer import made_optimizer
+from tilefit.capture.tf32 import allow_tf32
 from tilefit.options import StepOptions
 
 
 @contextmanager
 def tf32(wanted: bool | None) -> Iterator[None]:
     """Within the block, TF32 for fp32 products is on or off; None leaves PyTorch's settings."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    try:
+    with ExitStack() as stack:
         if wanted is not None:
-            matmul.allow_tf32 = cudnn.allow_tf32 = wanted
+            stack.callback(allow_tf32(wanted))
         yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def loss_of_forward(

@@ -21,6 +21,7 @@ from tilefit.capture.program.distributed import gathered_parameters
 from tilefit.capture.program.events import Meetings
 from tilefit.capture.program.late import changed
 from tilefit.capture.program.recording import ProgramCalls, ProgramRecorder
+from tilefit.capture.tf32 import multiplies_in_tf32
 from tilefit.capture.trees import own_part
 from tilefit.emulation.device import Device
 from tilefit.emulation.mail import Mail
@@ -117,8 +118,7 @@ class ProgramModes(Modes):
 
     def start(self) -> None:
         """The step begins here."""
-        self.recorder.tf32_matmul = torch.backends.cuda.matmul.allow_tf32
-        self.recorder.tf32_conv = torch.backends.cudnn.allow_tf32
+        self.recorder.tf32_matmul, self.recorder.tf32_conv = multiplies_in_tf32()
         self.autocast.restart()
         self.saved_bytes = 0
         for name, parameter in self.without_size.items():

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tilefit.capture.optimizer import MakeOptimizer
+from tilefit.capture.tf32 import allow_tf32
 from tilefit.cost import estimate_step
 from tilefit.cost.fusion import fuse
 from tilefit.fixes.changes.behaviour import Behaviour, Edits
@@ -246,14 +247,7 @@ def _switched(change: ChangeSet, run: Run, edits: Edits) -> None:
     """TF32 for products of fp32 matrices, in the whole program."""
     if any(parameter.is_meta for parameter in run.model.parameters()):
         return  # a trial, which must not touch the program's switches
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    edits.undone_by(partial(_set_tf32, precision, cudnn))
-    _set_tf32("high", True)
-
-
-def _set_tf32(precision: str, cudnn: bool) -> None:
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = cudnn
+    edits.undone_by(allow_tf32(True))
 
 
 _TF32 = ChangeSet(
