@@ -8,7 +8,7 @@ from tilefit.cost import StepEstimate, estimate_step
 from tilefit.gpus import Gpu
 from tilefit.ops import Collective, Recurrent, Step
 from tilefit.rules.base import Case, Change, Context, Place, Proposal, Proposals, Rule
-from tilefit.rules.finding import ADVICE
+from tilefit.rules.finding import SAFE
 from tilefit.units import seconds
 
 #: Share of the step that the GPU waits for the host, from which on graphs are worth the memory they keep.
@@ -62,7 +62,7 @@ class Graphs(Rule):
             f"works for {seconds(before.gpu_time_s)}",
             fix='Replay its kernels from CUDA graphs: torch.compile(model, mode="reduce-overhead"); clone '
             "outputs that are to outlive the next call.",
-            safety=ADVICE,
+            safety=SAFE,
             change=Change(step=_graphed(step), rewrite=_graphed),
             arithmetic=(
                 f"replayed, the host takes {seconds(after.host_time_s)} and the GPU "
